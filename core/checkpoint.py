@@ -1,0 +1,130 @@
+"""What a converted checkpoint says of itself (``tpla.json``), and any checkpoint's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpla.core.errors import CheckpointError, ConfigError
+from tpla.core.latent_layout import ShardPlan
+
+MANIFEST_NAME = "tpla.json"
+MANIFEST_SCHEMA = 1
+
+_SAMPLE_BYTES = 4096
+_ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``tpla.json``.
+
+    Attributes:
+        plan: how decode divides the latent.
+        method: the rotation, ``pca``, ``hadamard`` or ``identity``.
+        logit_scale: how :attr:`logit_scales` were found, ``fit``, ``one`` or ``energy``.
+        logit_scales: ``[layer][head][group]``, multiplies the part of a decode logit that comes
+            from the group's own slice (the shared core's and the RoPE's parts are never scaled).
+        spectrum: ``[layer][dim]``, variance of the latent along each rotated dim, fraction of the
+            layer's total.
+        fingerprint: :func:`fingerprint` of the checkpoint that this file lies in.
+        source_fingerprint: the same of the checkpoint that was converted.
+        calibration: facts about the calibration text (path, tokens, context, ...).
+        version: release of this package that wrote the file.
+    """
+
+    plan: ShardPlan
+    method: str
+    logit_scale: str
+    logit_scales: list[list[list[float]]]
+    spectrum: list[list[float]]
+    fingerprint: str
+    source_fingerprint: str
+    calibration: dict[str, Any] = field(default_factory=dict)
+    version: str = ""
+
+    def save(self, directory: Path) -> None:
+        """Write ``tpla.json`` into ``directory``."""
+        document = {"schema": MANIFEST_SCHEMA, **asdict(self)}
+        (directory / MANIFEST_NAME).write_text(json.dumps(document) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read ``tpla.json`` from ``directory``.
+
+        Raises:
+            CheckpointError: the file is absent, malformed or of another schema.
+        """
+        path = directory / MANIFEST_NAME
+        try:
+            document = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory} has no {MANIFEST_NAME}; make one with: tpla convert {directory} DST"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is not JSON ({error}); convert the model again"
+            ) from error
+        schema = document.pop("schema", None) if isinstance(document, dict) else None
+        if schema != MANIFEST_SCHEMA:
+            raise CheckpointError(
+                f"{path} has schema {schema!r}, this release reads {MANIFEST_SCHEMA}; "
+                "convert the model again"
+            )
+        try:
+            return cls(**{**document, "plan": ShardPlan(**document["plan"])})
+        except (KeyError, TypeError, ConfigError) as error:
+            raise CheckpointError(
+                f"{path} is malformed ({error}); convert the model again"
+            ) from error
+
+
+def fingerprint(directory: Path) -> str:
+    """Hash that changes with the model's tensors or its rotation, in time independent of its size.
+
+    Covers name, dtype and shape of every tensor, and the first bytes of each layer's latent
+    projections, which any other rotation changes. How tensors are spread over files is immaterial.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: no safetensors files, or one is damaged.
+    """
+    digest = hashlib.sha256()
+    for name, described, sample in sorted(_tensors(directory)):
+        digest.update(f"{name}:{described}\n".encode())
+        digest.update(sample)
+    return digest.hexdigest()
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, str, bytes]]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{directory} holds no *.safetensors; point at a HuggingFace checkpoint"
+        )
+    for path in files:
+        try:
+            with path.open("rb") as handle:
+                (header_bytes,) = struct.unpack("<Q", handle.read(8))
+                if header_bytes > path.stat().st_size:
+                    raise ValueError(f"header of {header_bytes} bytes, larger than the file")
+                header = json.loads(handle.read(header_bytes))
+                for name, entry in header.items():
+                    if name == "__metadata__":
+                        continue
+                    sample = b""
+                    if name.endswith(_ROTATED):
+                        start, stop = entry["data_offsets"]
+                        handle.seek(8 + header_bytes + start)
+                        sample = handle.read(min(stop - start, _SAMPLE_BYTES))
+                    yield name, f"{entry['dtype']}{entry['shape']}", sample
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            raise CheckpointError(f"{path} is not a safetensors file ({error})") from error

@@ -1,0 +1,48 @@
+"""The only place that reads or writes environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+WORKER_CONFIG_VARIABLE = "TPLA_WORKER_CONFIG"
+"""Carries a worker's configuration as JSON into the processes that SGLang spawns."""
+
+API_KEY_VARIABLE = "TPLA_API_KEY"
+"""Key that clients of the router must present; empty means none."""
+
+
+def read(name: str, default: str | None = None) -> str | None:
+    """Value of environment variable ``name``, or ``default``."""
+    return os.environ.get(name, default)
+
+
+def put(values: Mapping[str, str], *, override: bool = True) -> None:
+    """Set variables for this process and those it starts."""
+    environment: MutableMapping[str, str] = os.environ
+    for name, value in values.items():
+        if override:
+            environment[name] = value
+        else:
+            environment.setdefault(name, value)
+
+
+SGLANG_ANY_WORKER = {
+    # Else /health generates a token: a second at least, and a time-out while the scheduler is busy.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+}
+"""What SGLang itself needs in every worker."""
+
+SGLANG_CPU_ENGINE = {
+    # Without a GPU SGLang must be told to use its CPU engine, before its first import.
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # Its top-k and sampling helpers are torch.compile'd: 25-38 s of g++ at the first request.
+    "TORCHDYNAMO_DISABLE": "1",
+    # One thread a rank: with more, ranks fight for the cores (41-295 ms a step instead of 8).
+    "OMP_NUM_THREADS": "1",
+    # CUDA keeps the RoPE table in fp32; the CPU path casts it to the model's dtype otherwise.
+    "SGLANG_ROPE_CACHE_FP32": "1",
+    # A GPU host that serves on CPU must not initialise CUDA in any process.
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""What SGLang itself needs on a host without a GPU, with the reason for each."""

@@ -1,0 +1,155 @@
+"""Messages between a prefill rank (which serves) and the decode ranks (which connect to it).
+
+One connection a pair of ranks carries both directions::
+
+    decode                                     prefill
+      Hello(layout, fingerprint, ...)  ──────>            handshake, once a connection
+                        <──────  Welcome | Refuse
+      Reserve(room, pages)             ──────>            pages are allocated on decode
+                        <──────  Chunk + payload          as prefill proceeds
+      Credit(bytes)                    ──────>            payload is in the pool
+                        <──────  Done + payload           counts, checksum; first token
+      Ack                              ──────>            verified, prefill frees its pages
+      Abort            <──────────────────────>           either side gives up
+      AbortAck         <──────────────────────>           no byte of the room lands after this
+      Ping(rooms)                      ──────>            keeps both leases alive
+                        <──────  Pong(rooms)
+
+The payload of a Chunk is ``[layers, tokens, row_bytes]`` in decode's own layout; that of Done is
+SGLang's metadata of the first token. Digests are xxh3-64 of payload and header.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message; ``tag`` is the class name."""
+
+
+class Hello(_Message, frozen=True):
+    """Decode's offer, checked by prefill before any request."""
+
+    version: int
+    instance_id: str
+    fingerprint: str
+    layout: dict[str, Any]
+    num_layers: int
+    page_size: int
+    metadata_bytes: int
+
+
+class Welcome(_Message, frozen=True):
+    """Prefill accepts the offer."""
+
+    instance_id: str
+
+
+class Refuse(_Message, frozen=True):
+    """Prefill refuses the offer; ``reason`` names both values."""
+
+    reason: str
+
+
+class Reserve(_Message, frozen=True):
+    """Decode has allocated ``pages`` for ``room``; a dummy takes no bytes from this rank."""
+
+    room: int
+    pages: int
+    destinations: int
+    decode_prefix_len: int
+    dummy: bool = False
+
+
+class Chunk(_Message, frozen=True):
+    """Rows of pages ``[page_start, page_start + pages)`` of the room follow as payload."""
+
+    room: int
+    sequence: int
+    page_start: int
+    pages: int
+    digest: int
+
+
+class Credit(_Message, frozen=True):
+    """``payload_bytes`` more may be sent on this connection."""
+
+    payload_bytes: int
+
+
+class Done(_Message, frozen=True):
+    """All chunks of the room are sent; ``digest`` covers every chunk digest and the metadata."""
+
+    room: int
+    chunks: int
+    pages: int
+    digest: int
+
+
+class Ack(_Message, frozen=True):
+    """The room's rows are verified and in the decode pool."""
+
+    room: int
+
+
+class Abort(_Message, frozen=True):
+    """The sender of this message gives the room up."""
+
+    room: int
+    reason: str
+
+
+class AbortAck(_Message, frozen=True):
+    """The room is forgotten: nothing more is sent for it, nothing more is written."""
+
+    room: int
+
+
+class Ping(_Message, frozen=True):
+    """Decode still wants these rooms."""
+
+    rooms: list[int]
+
+
+class Pong(_Message, frozen=True):
+    """Prefill still works on these of the rooms it was asked about."""
+
+    rooms: list[int]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refuse
+    | Reserve
+    | Chunk
+    | Credit
+    | Done
+    | Ack
+    | Abort
+    | AbortAck
+    | Ping
+    | Pong
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """Message of :func:`encode`'s bytes.
+
+    Raises:
+        msgspec.DecodeError: not a message of this protocol.
+    """
+    return _decoder.decode(frame)
