@@ -1,0 +1,181 @@
+"""Layer by layer: measure the latent, choose its basis and logit scales.
+
+The calibration text's hidden states are the only thing carried from layer to layer. Of each layer
+the text passes twice: its latent projection alone for the covariance, then, rotated, the whole
+layer for the logit statistics and the next hidden states.
+
+Shape suffixes: T tokens, E hidden size, R latent dims, H heads, N nope dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.layers import LayeredModel, run_layer
+from tpla.convert.logit_scale import (
+    LogitScale,
+    LogitStatistics,
+    energy_from_weights,
+    weight_covariance,
+)
+from tpla.convert.rewrite import LatentProjections, read_projections
+from tpla.convert.rotation import Method, make_rotation, spectrum
+from tpla.convert.sliced_attention import project, up_projections
+from tpla.core.errors import CheckpointError
+from tpla.core.latent_layout import ShardPlan
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to find for every layer.
+
+    Attributes:
+        plan: how decode divides the latent.
+        method: which basis.
+        logit_scale: which logit scales.
+        seed: of random bases; layer i uses ``seed + i``.
+    """
+
+    plan: ShardPlan
+    method: Method
+    logit_scale: LogitScale
+    seed: int = 0
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the recipe cannot do without calibration text."""
+        fits = self.logit_scale is LogitScale.FIT and self.plan.groups > 1
+        return self.method is Method.PCA or fits
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What was found for one layer.
+
+    Attributes:
+        layer: its index.
+        rotated: its latent projections in the new basis.
+        spectrum: share of the latent's energy along each rotated dim.
+        logit_scales: ``[head][group]``.
+    """
+
+    layer: int
+    rotated: LatentProjections
+    spectrum: list[float]
+    logit_scales: list[list[float]]
+
+
+@torch.no_grad()
+def calibrate_on_text(
+    model: LayeredModel, sequences: Sequence[torch.Tensor], recipe: Recipe
+) -> Iterator[LayerResult]:
+    """Results of all layers in order, with one layer and the hidden states in memory.
+
+    Args:
+        model: the source model.
+        sequences: token ids ``[T]`` each.
+        recipe: what to find.
+    """
+    hidden = model.embed(sequences)
+    for index in range(model.layers):
+        layer: Any = model.layer(index)
+        covariance_RR = latent_covariance(layer, hidden)
+        rank = recipe.plan.kv_lora_rank
+        rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
+        rotated = read_projections(model.checkpoint, index).rotate(rotation_RR)
+        for name, tensor in rotated.named().items():
+            layer.self_attn.get_parameter(name).copy_(tensor)
+        statistics = _advance(model, layer, hidden, recipe)
+        scales_HG = _measured_scales(recipe, statistics, layer.self_attn.num_heads)
+        yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), scales_HG.tolist())
+        # Freed before the next layer is read: a reference kept here would double the peak.
+        del layer, rotated
+
+
+@torch.no_grad()
+def calibrate_without_text(
+    checkpoint: Checkpoint, layers: int, heads: int, recipe: Recipe
+) -> Iterator[LayerResult]:
+    """Results of all layers in order, from the weights alone.
+
+    The spectrum and the energies rest on :func:`tpla.convert.logit_scale.weight_covariance`.
+    """
+    assert not recipe.needs_text
+    rank = recipe.plan.kv_lora_rank
+    for index in range(layers):
+        source = read_projections(checkpoint, index)
+        bias_R = None if source.bias_A is None else source.bias_A[:rank]
+        norm_E = checkpoint.load(f"model.layers.{index}.input_layernorm.weight")
+        covariance_RR = weight_covariance(source.kv_a_AE[:rank], bias_R, norm_E)
+        rotation_RR = make_rotation(recipe.method, rank, None, recipe.seed + index)
+        rotated = source.rotate(rotation_RR)
+        scales_HG = torch.ones(heads, recipe.plan.groups)
+        if recipe.logit_scale is LogitScale.ENERGY:
+            scales_HG = energy_from_weights(
+                _key_projection(rotated, heads, checkpoint.config["qk_nope_head_dim"]),
+                rotation_RR.T @ covariance_RR @ rotation_RR,
+                recipe.plan,
+            )
+        yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), scales_HG.tolist())
+
+
+def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Second moment of the latent after RMSNorm without its weight, ``[R, R]`` float64 on the CPU.
+
+    It is not centred: the mean of the latent is part of what a logit is made of.
+    """
+    attention = layer.self_attn
+    rank = attention.kv_lora_rank
+    total = torch.zeros(rank, rank, dtype=torch.float64)
+    tokens = 0
+    for hidden_TE in hidden:
+        raw_TR = attention.kv_a_proj_with_mqa(layer.input_layernorm(hidden_TE))[:, :rank]
+        eps = attention.kv_a_layernorm.variance_epsilon
+        latent_TR = F.rms_norm(raw_TR.float(), (rank,), eps=eps).double()
+        total += (latent_TR.T @ latent_TR).cpu()
+        tokens += latent_TR.shape[0]
+    if not torch.isfinite(total).all():
+        raise CheckpointError(
+            "the latent of the calibration text is not finite; try --compute-dtype float32, "
+            "and check that weights and config.json belong together"
+        )
+    return total / tokens
+
+
+def _advance(
+    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], recipe: Recipe
+) -> LogitStatistics | None:
+    """Replace each hidden state by the layer's output; gather logit statistics if they are used."""
+    decoder: Any = layer
+    attention = decoder.self_attn
+    statistics = None
+    if recipe.plan.groups > 1 and recipe.logit_scale is not LogitScale.ONE:
+        statistics = LogitStatistics(attention.num_heads, recipe.plan, model.device)
+    w_uk_HNR, _ = up_projections(attention)
+    for position, hidden_TE in enumerate(hidden):
+        rotary = model.rotary(hidden_TE.shape[0])
+        if statistics is not None:
+            seen = project(attention, decoder.input_layernorm(hidden_TE), rotary)
+            statistics.update(seen, w_uk_HNR, attention.scaling)
+        hidden[position] = run_layer(layer, hidden_TE, rotary)
+    return statistics
+
+
+def _measured_scales(
+    recipe: Recipe, statistics: LogitStatistics | None, heads: int
+) -> torch.Tensor:
+    if statistics is None:
+        return torch.ones(heads, recipe.plan.groups)
+    return statistics.fit() if recipe.logit_scale is LogitScale.FIT else statistics.energy()
+
+
+def _key_projection(projections: LatentProjections, heads: int, nope: int) -> torch.Tensor:
+    """W_UK ``[H, N, R]`` of W_UKV."""
+    return projections.kv_b_BR.view(heads, -1, projections.gamma_R.shape[0])[:, :nope]

@@ -1,0 +1,250 @@
+"""Perplexity and divergence of decode approximations from the exact model.
+
+The exact model and every way to decode run side by side, one layer in memory at a time; each keeps
+the hidden states of all sequences. Scored are the tokens at positions > ``prefill``, that is, the
+predictions of the queries that the approximation applies to.
+
+Shape suffixes: T tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.layers import LayeredModel, run_layer
+from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
+from tpla.core.checkpoint import MANIFEST_NAME, Manifest, fingerprint
+from tpla.core.errors import CheckpointError, ConfigError
+from tpla.core.latent_layout import KVFormat, ShardPlan
+
+_ROWS_AT_ONCE = 256
+"""Positions whose logits over the whole vocabulary are in memory together."""
+
+UNCONVERTED = "none"
+"""The ``method`` of a checkpoint without tpla.json."""
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """One measurement.
+
+    Attributes:
+        mode: mla, gla or tpla.
+        groups: latent groups.
+        core_dims: shared core dims.
+        method: rotation of the checkpoint.
+        kv_format: cache format.
+        context: tokens of a sequence.
+        prefill: positions below it are exact.
+        tokens: tokens scored.
+        ppl: perplexity.
+        kl: mean KL(exact || this), nats.
+        top1: share of positions where the most likely token is the exact model's.
+    """
+
+    mode: str
+    groups: int
+    core_dims: int
+    method: str
+    kv_format: str
+    context: int
+    prefill: int
+    tokens: int
+    ppl: float
+    kl: float
+    top1: float
+
+
+class Subject:
+    """The checkpoint under evaluation.
+
+    Args:
+        directory: a converted checkpoint, or a plain one for mode mla.
+        device: where to compute.
+        dtype: in which dtype.
+
+    Raises:
+        CheckpointError: unreadable, or tpla.json does not belong to the weights.
+    """
+
+    def __init__(
+        self, directory: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.checkpoint = Checkpoint(directory)
+        self.model = LayeredModel(self.checkpoint, torch.device(device), dtype)
+        self.manifest: Manifest | None = None
+        if (directory / MANIFEST_NAME).exists():
+            self.manifest = Manifest.load(directory)
+            if self.manifest.fingerprint != fingerprint(directory):
+                raise CheckpointError(
+                    f"{directory}/{MANIFEST_NAME} was written for other weights; convert again"
+                )
+
+    def spec(self, mode: Mode, kv_format: KVFormat, prefill: int) -> DecodeSpec:
+        """The decoding that the checkpoint's manifest describes, or plain MLA.
+
+        Raises:
+            CheckpointError: GLA or TPLA of a checkpoint that was not converted.
+        """
+        if mode is Mode.MLA:
+            rank = int(self.model.config.kv_lora_rank)
+            return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill)
+        return DecodeSpec(mode, self._manifest().plan, kv_format, prefill)
+
+    def scales(self, layer: int) -> list[list[float]] | None:
+        """Logit scales of ``layer``, None for a checkpoint that was not converted."""
+        return None if self.manifest is None else self.manifest.logit_scales[layer]
+
+    @property
+    def method(self) -> str:
+        """Rotation of the checkpoint."""
+        return UNCONVERTED if self.manifest is None else self.manifest.method
+
+    def _manifest(self) -> Manifest:
+        if self.manifest is None:
+            return Manifest.load(self.checkpoint.directory)
+        return self.manifest
+
+
+@torch.no_grad()
+def evaluate_specs(
+    subject: Subject,
+    sequences: Sequence[torch.Tensor],
+    specs: Sequence[DecodeSpec],
+    context: int,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> list[EvalRow]:
+    """Measure each way to decode on the same text, one row each, in order.
+
+    Args:
+        subject: the checkpoint.
+        sequences: token ids ``[T]`` each.
+        specs: ways to decode.
+        context: for the record; sequences were cut to it.
+        progress: called with stage, parts done, parts in all.
+
+    Raises:
+        ConfigError: no sequence is longer than a spec's prefill and the token to predict.
+    """
+    for spec in specs:
+        if not any(ids.shape[0] > spec.prefill + 1 for ids in sequences):
+            raise ConfigError(
+                f"prefill={spec.prefill} leaves nothing to score: the longest sequence has "
+                f"{max(ids.shape[0] for ids in sequences)} tokens; lower --prefill or give more "
+                "text"
+            )
+    exact, others = _hidden_states(subject, sequences, specs, progress)
+    scores = [_Score() for _ in specs]
+    head = subject.model.head()
+    for number, ids_T in enumerate(sequences):
+        states = [exact[number] if other is None else other[number] for other in others]
+        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+    return [
+        _row(subject.method, spec, score, context)
+        for spec, score in zip(specs, scores, strict=True)
+    ]
+
+
+def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
+    """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8."""
+    return [
+        subject.spec(mode, kv_format, prefill)
+        for mode in Mode
+        for prefill in (0, context // 2)
+        for kv_format in (KVFormat.FP32, KVFormat.FP8)
+    ]
+
+
+class _Score:
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.nll = self.kl = self.agreed = 0.0
+
+    def add(
+        self, exact_TV: torch.Tensor, approximate_TV: torch.Tensor, targets_T: torch.Tensor
+    ) -> None:
+        """Add positions given their log-probabilities and the tokens that followed."""
+        self.tokens += targets_T.shape[0]
+        self.nll -= float(approximate_TV.gather(1, targets_T[:, None]).double().sum())
+        self.kl += float((exact_TV.exp() * (exact_TV - approximate_TV)).sum(dtype=torch.float64))
+        self.agreed += float((exact_TV.argmax(1) == approximate_TV.argmax(1)).sum())
+
+
+def _hidden_states(
+    subject: Subject,
+    sequences: Sequence[torch.Tensor],
+    specs: Sequence[DecodeSpec],
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor] | None]]:
+    """Last hidden states ``[T, E]`` of the exact model, and of each spec (None: the same)."""
+    model = subject.model
+    exact = model.embed(sequences)
+    others = [None if spec.is_exact else list(exact) for spec in specs]
+    for index in range(model.layers):
+        progress("layers", index, model.layers)
+        layer: Any = model.layer(index)
+        _advance(model, layer, exact)
+        for spec, hidden in zip(specs, others, strict=True):
+            if hidden is not None:
+                install(layer, spec, subject.scales(index))
+                _advance(model, layer, hidden, spec.prefill)
+                uninstall(layer)
+        del layer
+    progress("layers", model.layers, model.layers)
+    return exact, others
+
+
+def _advance(
+    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], prefill: int = 0
+) -> None:
+    """Replace hidden states by the layer's output, where a position after ``prefill`` is scored."""
+    for position, hidden_TE in enumerate(hidden):
+        if hidden_TE.shape[0] > prefill + 1:
+            hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
+
+
+def _score_sequence(
+    head: nn.Module,
+    ids_T: torch.Tensor,
+    exact_TE: torch.Tensor,
+    specs: Sequence[DecodeSpec],
+    states: Sequence[torch.Tensor],
+    scores: Sequence[_Score],
+) -> None:
+    last = ids_T.shape[0] - 1
+    targets_T = ids_T[1:].to(exact_TE.device)
+    for start in range(min(spec.prefill for spec in specs), last, _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, last)
+        exact_TV = head(exact_TE[start:stop]).float().log_softmax(-1)
+        for spec, state_TE, score in zip(specs, states, scores, strict=True):
+            first = max(start, spec.prefill)
+            if first >= stop:
+                continue
+            own_TV = exact_TV[first - start :]
+            if state_TE is not exact_TE:
+                own_TV = head(state_TE[first:stop]).float().log_softmax(-1)
+            score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
+
+
+def _row(method: str, spec: DecodeSpec, score: _Score, context: int) -> EvalRow:
+    return EvalRow(
+        mode=spec.mode.value,
+        groups=spec.plan.groups,
+        core_dims=spec.plan.core_dims,
+        method=method,
+        kv_format=spec.kv_format.value,
+        context=context,
+        prefill=spec.prefill,
+        tokens=score.tokens,
+        ppl=exp(score.nll / score.tokens),
+        kl=score.kl / score.tokens,
+        top1=score.agreed / score.tokens,
+    )

@@ -1,0 +1,279 @@
+"""The whole conversion: check, calibrate, write, and only then give the folder its name.
+
+Rotated tensors wait in files beside the output until their turn comes, so memory holds one layer
+and the calibration text's hidden states, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpla.convert.calibrate import LayerResult, Recipe, calibrate_on_text, calibrate_without_text
+from tpla.convert.checkpoint_io import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    WIDE_FLOATS,
+    Checkpoint,
+    OutputTensor,
+    TensorEntry,
+    dtype_name,
+    read_header,
+    write_file,
+)
+from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
+from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
+from tpla.convert.rewrite import encode_projections
+from tpla.convert.rotation import Method
+from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.checkpoint import MANIFEST_NAME, Manifest, fingerprint
+from tpla.core.errors import CheckpointError, ConfigError
+from tpla.core.latent_layout import ShardPlan
+
+DEFAULT_CONTEXT = 2048
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many parts are done, and of how many."""
+
+_ROTATED = ".rotated"
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """What ``tpla convert`` was asked for.
+
+    Attributes:
+        groups: latent groups of decode.
+        core_dims: leading principal dims that every group keeps.
+        method: basis of the latent.
+        logit_scale: how logit scales are chosen.
+        calibration: text, needed by ``pca`` and ``fit``.
+        max_tokens: most calibration tokens; their hidden states are held in memory.
+        per_document: whether a calibration document begins a new sequence.
+        context: tokens of a calibration sequence; None: 2048, or the model's own limit if lower.
+        dtype: of all float tensors written; None keeps each tensor's own.
+        seed: of random bases.
+        device: where calibration computes.
+        compute_dtype: in which dtype calibration computes.
+    """
+
+    groups: int = 2
+    core_dims: int = 0
+    method: Method = Method.PCA
+    logit_scale: LogitScale = LogitScale.FIT
+    calibration: Path | None = None
+    max_tokens: int = 65536
+    context: int | None = None
+    per_document: bool = False
+    dtype: torch.dtype | None = None
+    seed: int = 0
+    device: str = "cpu"
+    compute_dtype: torch.dtype = torch.float32
+
+
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    options: ConversionOptions,
+    progress: Progress = lambda *_: None,
+) -> Manifest:
+    """Write the rotated checkpoint and its ``tpla.json``.
+
+    Converting a converted checkpoint is allowed: it is an MLA model like any other, and the new
+    manifest replaces the old one.
+
+    Raises:
+        CheckpointError: the source cannot be converted, or the destination exists.
+        ConfigError: options that contradict each other, the text or the model.
+    """
+    checkpoint = Checkpoint(source)
+    recipe = _recipe(checkpoint, options)
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{destination} lies in {source}; choose a folder outside of it")
+    with _staging(destination) as staging:
+        results, facts = _results(checkpoint, recipe, options)
+        layers = int(checkpoint.config["num_hidden_layers"])
+        spectra, scales = [], []
+        (staging / _ROTATED).mkdir()
+        progress("layers", 0, layers)
+        for result in results:
+            _spill(staging / _ROTATED, checkpoint, result, options.dtype)
+            spectra.append(result.spectrum)
+            scales.append(result.logit_scales)
+            progress("layers", result.layer + 1, layers)
+        _write_weights(checkpoint, staging, options.dtype, progress)
+        shutil.rmtree(staging / _ROTATED)
+        _copy_other_files(checkpoint, staging, options.dtype)
+        manifest = Manifest(
+            plan=recipe.plan,
+            method=recipe.method.value,
+            logit_scale=recipe.logit_scale.value,
+            logit_scales=scales,
+            spectrum=spectra,
+            fingerprint=fingerprint(staging),
+            source_fingerprint=fingerprint(source),
+            calibration=facts,
+            version=_version(),
+        )
+        manifest.save(staging)
+    return manifest
+
+
+def sequence_context(config: dict[str, Any], context: int | None) -> int:
+    """Tokens of a sequence: as asked, or a default that the model can take.
+
+    Raises:
+        ConfigError: less than 2, or more positions than the model has.
+    """
+    limit = int(config.get("max_position_embeddings", DEFAULT_CONTEXT))
+    if context is None:
+        return min(DEFAULT_CONTEXT, limit)
+    if not 2 <= context <= limit:
+        raise ConfigError(f"context={context} is not in 2..{limit} (max_position_embeddings)")
+    return context
+
+
+def _recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
+    rank = checkpoint.config.get("kv_lora_rank")
+    if not isinstance(rank, int):
+        raise CheckpointError(
+            f"{checkpoint.directory}/{CONFIG_NAME} has no kv_lora_rank: not a model with latent "
+            "attention; give a DeepSeek-V2 or -V3 style checkpoint"
+        )
+    quantized = checkpoint.block_fp8 is not None  # raises for formats that we do not know
+    if options.dtype is not None and quantized:
+        raise ConfigError(
+            f"dtype={options.dtype} for a block-FP8 checkpoint, which is written in its own "
+            "format; leave --dtype out"
+        )
+    plan = ShardPlan(rank, options.groups, options.core_dims)
+    recipe = Recipe(plan, options.method, options.logit_scale, options.seed)
+    if recipe.needs_text and options.calibration is None:
+        raise ConfigError(
+            f"method={recipe.method.value} with logit_scale={recipe.logit_scale.value} needs "
+            "calibration text; give --calibration PATH, or use --method hadamard with "
+            "--logit-scale energy"
+        )
+    return recipe
+
+
+def _results(
+    checkpoint: Checkpoint, recipe: Recipe, options: ConversionOptions
+) -> tuple[Iterator[LayerResult], dict[str, Any]]:
+    """The calibration, begun, and the facts about it that the manifest keeps."""
+    # Built even without text: it refuses models that cannot be converted.
+    model = LayeredModel(checkpoint, torch.device(options.device), options.compute_dtype)
+    if options.calibration is None:
+        heads = int(model.config.num_attention_heads)
+        return calibrate_without_text(checkpoint, model.layers, heads, recipe), {
+            "seed": recipe.seed
+        }
+    context = sequence_context(checkpoint.config, options.context)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    if options.max_tokens < 2:
+        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
+    sequences = read_sequences(
+        options.calibration, tokenizer, context, options.max_tokens, options.per_document
+    )
+    facts = {
+        "path": options.calibration.name,
+        "tokens": sum(part.shape[0] for part in sequences),
+        "context": context,
+        "per_document": options.per_document,
+        "queries_per_sequence": QUERIES_PER_SEQUENCE,
+        "seed": recipe.seed,
+        "compute_dtype": str(options.compute_dtype).removeprefix("torch."),
+    }
+    return calibrate_on_text(model, sequences, recipe), facts
+
+
+@contextmanager
+def _staging(destination: Path) -> Iterator[Path]:
+    """A folder beside ``destination`` that gets its name on success and is removed on failure."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise CheckpointError(f"{destination} exists and is not empty; remove it or choose another")
+    staging = destination.with_name(destination.name + ".tmp")
+    try:
+        staging.mkdir(parents=True)
+    except FileExistsError:
+        raise CheckpointError(
+            f"{staging} exists, from a conversion that runs or was killed; remove it if none runs"
+        ) from None
+    try:
+        yield staging
+        staging.rename(destination)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _spill(
+    folder: Path, checkpoint: Checkpoint, result: LayerResult, dtype: torch.dtype | None
+) -> None:
+    tensors = encode_projections(checkpoint, result.layer, result.rotated, dtype)
+    outputs = [OutputTensor.of(name, tensor) for name, tensor in tensors.items()]
+    write_file(folder / f"{result.layer}.safetensors", outputs, {})
+
+
+def _write_weights(
+    checkpoint: Checkpoint, staging: Path, dtype: torch.dtype | None, progress: Progress
+) -> None:
+    rotated: dict[str, TensorEntry] = {}
+    for path in (staging / _ROTATED).iterdir():
+        rotated.update(read_header(path)[0])
+    for done, file in enumerate(checkpoint.files):
+        progress("files", done, len(checkpoint.files))
+        outputs = []
+        for name in read_header(checkpoint.directory / file)[0]:
+            entry = rotated.get(name) or checkpoint.entry(name)
+            outputs.append(_output(name, entry, dtype))
+        write_file(staging / file, outputs, checkpoint.metadata[file])
+    progress("files", len(checkpoint.files), len(checkpoint.files))
+
+
+def _output(name: str, entry: TensorEntry, dtype: torch.dtype | None) -> OutputTensor:
+    same = dtype is None or entry.dtype not in WIDE_FLOATS or entry.dtype == dtype_name(dtype)
+    if dtype is None or same or name.endswith(KEPT_FLOAT32):
+        return OutputTensor.copy(name, entry)
+    return OutputTensor.cast(name, entry, dtype)
+
+
+def _copy_other_files(checkpoint: Checkpoint, staging: Path, dtype: torch.dtype | None) -> None:
+    """Config, tokenizer, templates; not other copies of the weights, which are not rotated."""
+
+    def ignored(_folder: str, names: list[str]) -> set[str]:
+        return {
+            name
+            for name in names
+            if name.startswith(".") or name == MANIFEST_NAME or name.endswith(_OTHER_WEIGHTS)
+        }
+
+    shutil.copytree(checkpoint.directory, staging, ignore=ignored, dirs_exist_ok=True)
+    index = checkpoint.directory / INDEX_NAME
+    if index.exists():
+        document = json.loads(index.read_text())
+        entries = [read_header(staging / file)[0] for file in checkpoint.files]
+        total = sum(entry.size for part in entries for entry in part.values())
+        document["metadata"] = {**document.get("metadata", {}), "total_size": total}
+        (staging / INDEX_NAME).write_text(json.dumps(document, indent=2) + "\n")
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
+        config = {**checkpoint.config, **dict.fromkeys(keys or ["torch_dtype"], name)}
+        (staging / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _version() -> str:
+    try:
+        return version("tpla")
+    except PackageNotFoundError:
+        return ""

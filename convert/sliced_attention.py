@@ -1,0 +1,290 @@
+"""What a decode rank computes: attention over slices of the cached latent.
+
+Queries below ``prefill`` see the exact latents (prefill runs unsliced MLA). Queries from there on
+read rows as decode ranks store them: cut into groups and packed in the cache's format, the rows of
+prompt tokens included. With the latent's W_UK absorbed into the query, q~ = q_nope W_UK,
+
+    TPLA, group j:  softmax(scale * (q~_core c_core + mu_j q~_j c_j + q_pe k_pe)) [c_core, c_j] W_UV
+    GLA,  group j:  the same with mu = 1, for the j-th part of the heads only
+    MLA:            one group
+
+TPLA sums over groups; the values of the shared core count in group 0 alone, else they would be
+counted ``groups`` times. GLA (grouped latent attention) gives a head one slice and no sum, its row
+as wide as TPLA's.
+
+Shape suffixes: T tokens, Q queries, K keys, H heads, N nope dims, D RoPE dims, V value dims,
+R latent dims, W latent dims of one rank, E hidden size.
+Source: TPLA, equations 10-25; SnapMLA for the FP8 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import CORE_VALUE_GROUP, KVFormat, LatentLayout, ShardPlan
+from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
+
+_LOGITS_AT_ONCE = 2**22
+
+
+class Mode(str, Enum):
+    """What decode computes."""
+
+    MLA = "mla"
+    GLA = "gla"
+    TPLA = "tpla"
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """One way to decode.
+
+    Attributes:
+        mode: which attention.
+        plan: division of the latent; one group for MLA.
+        kv_format: how rows are stored.
+        prefill: positions below this are prefilled exactly.
+
+    Raises:
+        ConfigError: MLA with groups, or a negative prefill.
+    """
+
+    mode: Mode
+    plan: ShardPlan
+    kv_format: KVFormat
+    prefill: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode is Mode.MLA and self.plan.groups != 1:
+            raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
+        if self.prefill < 0:
+            raise ConfigError(f"prefill={self.prefill} must be at least 0")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this is the model itself."""
+        return self.mode is Mode.MLA and self.kv_format is KVFormat.FP32
+
+
+class Projected(NamedTuple):
+    """What attention reads of one sequence, RoPE applied."""
+
+    q_nope_HTN: torch.Tensor
+    q_rope_HTD: torch.Tensor
+    latent_TR: torch.Tensor
+    rope_TD: torch.Tensor
+
+
+def project(attention: Any, x_TE: torch.Tensor, rotary: Any) -> Projected:
+    """Queries, latents (after their norm) and RoPE keys of a HuggingFace attention module.
+
+    Args:
+        attention: ``DeepseekV2Attention`` or ``DeepseekV3Attention``.
+        x_TE: its input, one sequence.
+        rotary: position embeddings as the module takes them.
+    """
+    if attention.q_lora_rank is None:
+        q = attention.q_proj(x_TE)
+    else:
+        q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(x_TE)))
+    q_HT = q.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1)
+    q_nope, q_rope = q_HT.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], -1)
+    kv = attention.kv_a_proj_with_mqa(x_TE)
+    latent, k_rope = kv.split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
+    q_rope, k_rope = _rotate(attention, q_rope[None], k_rope[None, None], rotary)
+    return Projected(q_nope, q_rope[0], attention.kv_a_layernorm(latent), k_rope[0, 0])
+
+
+def up_projections(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_UK ``[H, N, R]`` and W_UV ``[H, V, R]`` of a HuggingFace attention module."""
+    weight = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))
+    w_uk, w_uv = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], 1)
+    return w_uk, w_uv
+
+
+def query_blocks(heads: int, queries: int, keys: int) -> list[slice]:
+    """Cut ``queries`` so that the logits of a block stay within a fixed number of elements."""
+    step = max(1, _LOGITS_AT_ONCE // max(1, heads * keys))
+    return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
+
+
+class SlicedAttention:
+    """Replacement for the ``forward`` of one attention module, see :func:`install`.
+
+    Args:
+        attention: the HuggingFace module.
+        spec: how to decode.
+        scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
+
+    Raises:
+        ConfigError: GLA with a number of heads that the groups do not divide.
+    """
+
+    def __init__(
+        self, attention: Any, spec: DecodeSpec, scales_HG: torch.Tensor | None = None
+    ) -> None:
+        if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
+            raise ConfigError(
+                f"GLA divides heads among groups: {attention.num_heads} heads, "
+                f"{spec.plan.groups} groups; convert with a number of groups that divides the heads"
+            )
+        ones = torch.ones(attention.num_heads, spec.plan.groups)
+        self.attention, self.spec = attention, spec
+        self.scales_HG = ones if scales_HG is None else scales_HG
+
+    def __call__(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """HuggingFace's signature: ``[B, T, E]`` -> ``[B, T, E]``; always causal, never cached."""
+        outputs = []
+        for row, x_TE in enumerate(hidden_states):
+            outputs.append(self._sequence(x_TE, _select(position_embeddings, row)))
+        return torch.stack(outputs), None
+
+    def _sequence(self, x_TE: torch.Tensor, rotary: Any) -> torch.Tensor:
+        seen = project(self.attention, x_TE, rotary)
+        prefill = min(self.spec.prefill, x_TE.shape[0])
+        heads_HTV = torch.cat([self._exact(seen, prefill), self._decode(seen, prefill)], 1)
+        output_TE: torch.Tensor = self.attention.o_proj(heads_HTV.transpose(0, 1).flatten(1))
+        return output_TE
+
+    def _exact(self, seen: Projected, stop: int) -> torch.Tensor:
+        """Queries below ``stop``, unsliced: ``[H, stop, V]``."""
+        w_uk, w_uv = up_projections(self.attention)
+        context_HQR = attend(
+            seen.q_nope_HTN[:, :stop] @ w_uk,
+            seen.q_rope_HTD[:, :stop],
+            seen.latent_TR[:stop],
+            seen.rope_TD[:stop],
+            self.attention.scaling,
+        )
+        return context_HQR @ w_uv.transpose(1, 2)
+
+    def _decode(self, seen: Projected, start: int) -> torch.Tensor:
+        """Queries from ``start`` on, as the decode ranks compute them: ``[H, T - start, V]``."""
+        w_uk, w_uv = up_projections(self.attention)
+        query_HQR = seen.q_nope_HTN[:, start:] @ w_uk
+        parts = [
+            self._group(seen, query_HQR, w_uv, group, start)
+            for group in range(self.spec.plan.groups)
+        ]
+        return torch.cat(parts) if self.spec.mode is Mode.GLA else torch.stack(parts).sum(0)
+
+    def _group(
+        self,
+        seen: Projected,
+        query_HQR: torch.Tensor,
+        w_uv_HVR: torch.Tensor,
+        group: int,
+        start: int,
+    ) -> torch.Tensor:
+        """Share of one latent group, for all heads (GLA: for the group's heads)."""
+        plan, mode = self.spec.plan, self.spec.mode
+        dims = rank_dims(plan, group).to(query_HQR.device)
+        latent_TW, rope_TD = self._rows(seen, group, dims)
+        heads = slice(None)
+        if mode is Mode.GLA:
+            share = self.attention.num_heads // plan.groups
+            heads = slice(group * share, (group + 1) * share)
+        scale_H = self.scales_HG[heads, group].to(query_HQR)
+        query_HQW = query_HQR[heads][..., dims]
+        if mode is Mode.TPLA:
+            query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
+        context_HQW = attend(
+            query_HQW, seen.q_rope_HTD[heads, start:], latent_TW, rope_TD, self.attention.scaling
+        )
+        if mode is Mode.TPLA and group != CORE_VALUE_GROUP:
+            context_HQW[..., : plan.core_dims] = 0
+        return context_HQW @ w_uv_HVR[heads][..., dims].transpose(1, 2)
+
+    def _rows(
+        self, seen: Projected, group: int, dims_W: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents ``[T, W]`` and RoPE keys ``[T, D]`` of ``group``, as the cache returns them."""
+        layout = LatentLayout(
+            self.spec.plan, group, self.attention.qk_rope_head_dim, self.spec.kv_format
+        )
+        packed = pack_rows(seen.latent_TR[:, dims_W], seen.rope_TD, layout)
+        latent_TW, rope_TD = unpack_rows(packed, layout)
+        return latent_TW.to(seen.latent_TR), rope_TD.to(seen.rope_TD)
+
+
+def attend(
+    query_HQW: torch.Tensor,
+    q_rope_HQD: torch.Tensor,
+    latent_KW: torch.Tensor,
+    rope_KD: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of absorbed queries over latents; the queries are the last Q of K positions.
+
+    Returns:
+        ``[H, Q, W]``, the probability-weighted latents, softmax in float32.
+    """
+    heads, queries, _ = query_HQW.shape
+    keys = latent_KW.shape[0]
+    context = torch.empty_like(query_HQW)
+    for block in query_blocks(heads, queries, keys):
+        logits = (query_HQW[:, block] @ latent_KW.T + q_rope_HQD[:, block] @ rope_KD.T) * scaling
+        positions_Q = torch.arange(block.start, block.stop, device=logits.device) + keys - queries
+        logits = mask_future(logits.float(), positions_Q)
+        context[:, block] = logits.softmax(-1).to(latent_KW) @ latent_KW
+    return context
+
+
+def mask_future(logits_HQK: torch.Tensor, positions_Q: torch.Tensor) -> torch.Tensor:
+    """Set the logits of keys that come after their query to -inf, in place."""
+    future_QK = torch.arange(logits_HQK.shape[-1], device=logits_HQK.device) > positions_Q[:, None]
+    return logits_HQK.masked_fill_(future_QK, float("-inf"))
+
+
+def rank_dims(plan: ShardPlan, group: int) -> torch.Tensor:
+    """Latent dims that ``group``'s rank stores: the core, then its slice."""
+    start, stop = plan.slice_bounds(group)
+    return torch.cat([torch.arange(plan.core_dims), torch.arange(start, stop)])
+
+
+def install(layer: nn.Module, spec: DecodeSpec, scales: list[list[float]] | None = None) -> None:
+    """Make a HuggingFace decoder layer decode by ``spec``.
+
+    Args:
+        layer: ``DeepseekV2DecoderLayer`` or ``DeepseekV3DecoderLayer``; changed in place.
+        spec: how to decode.
+        scales: the manifest's logit scales of this layer, ``[head][group]``; used by TPLA alone.
+    """
+    attention: Any = layer.self_attn
+    scales_HG = torch.tensor(scales) if spec.mode is Mode.TPLA and scales else None
+    attention.forward = SlicedAttention(attention, spec, scales_HG)
+
+
+def uninstall(layer: nn.Module) -> None:
+    """Undo :func:`install`."""
+    attention: Any = layer.self_attn
+    attention.__dict__.pop("forward", None)
+
+
+def _rotate(
+    attention: Any, q_rope: torch.Tensor, k_rope: torch.Tensor, rotary: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(attention, v2.DeepseekV2Attention):
+        q, k = v2.apply_rotary_emb(q_rope, k_rope, rotary)
+    elif attention.config.rope_interleave:
+        q, k = v3.apply_rotary_pos_emb_interleave(q_rope, k_rope, *rotary)
+    else:
+        q, k = v3.apply_rotary_pos_emb(q_rope, k_rope, *rotary)
+    return q, k
+
+
+def _select(rotary: Any, row: int) -> Any:
+    """Position embeddings of one sequence of a batch (they may be shared by all)."""
+    if isinstance(rotary, tuple):
+        return tuple(_select(part, row) for part in rotary)
+    return rotary[min(row, rotary.shape[0] - 1)][None]

@@ -1,0 +1,110 @@
+"""Text for calibration and evaluation, cut into token sequences.
+
+Shape suffixes: T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from tpla.core.errors import CheckpointError, ConfigError
+
+_CHARS_PER_TOKEN = 16
+"""No more characters than this a wanted token are read of a plain text."""
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer that lies in a checkpoint.
+
+    Raises:
+        CheckpointError: none, or one that needs code from outside transformers.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"no usable tokenizer in {directory}: {first_line}") from error
+
+
+def read_sequences(
+    path: Path, tokenizer: Any, context: int, max_tokens: int, per_document: bool = False
+) -> list[torch.Tensor]:
+    """Tokenise a file and cut it into sequences of ``context`` tokens; the last may be shorter.
+
+    Each document begins as the tokenizer begins a text (most put a BOS token). Those of a
+    ``.jsonl`` follow one another without a gap, unless ``per_document``: then each is cut alone,
+    as chats are served. Other files are one document.
+
+    Args:
+        path: ``.jsonl`` with "text" or "messages" in every line, or plain text.
+        tokenizer: of the model.
+        context: tokens of a sequence.
+        max_tokens: stop after so many tokens.
+        per_document: whether a document begins a new sequence.
+
+    Returns:
+        int64 ``[T]`` tensors of at least two tokens.
+
+    Raises:
+        ConfigError: unreadable file, or fewer than two tokens in it.
+    """
+    texts: list[list[int]] = [[]]
+    left = max_tokens
+    for document in _documents(path, max_tokens):
+        ids = _encode(path, tokenizer, document)[:left]
+        left -= len(ids)
+        if per_document:
+            texts.append(ids)
+        else:
+            texts[0] += ids
+        if not left:
+            break
+    parts = [ids[i : i + context] for ids in texts for i in range(0, len(ids), context)]
+    sequences = [torch.tensor(part, dtype=torch.int64) for part in parts if len(part) >= 2]
+    if not sequences:
+        raise ConfigError(f"{path} holds {max_tokens - left} tokens; give a longer text")
+    return sequences
+
+
+def _documents(path: Path, max_tokens: int) -> Iterator[str | list[dict[str, str]]]:
+    try:
+        with path.open(encoding="utf-8") as handle:
+            if path.suffix != ".jsonl":
+                yield handle.read(max_tokens * _CHARS_PER_TOKEN)
+                return
+            for number, line in enumerate(handle, 1):
+                if line.strip():
+                    yield _parse(path, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read text {path}: {error}") from error
+
+
+def _parse(path: Path, number: int, line: str) -> str | list[dict[str, str]]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number} is not JSON ({error})") from error
+    content = None
+    if isinstance(record, dict):
+        content = record.get("text", record.get("messages"))
+    if not isinstance(content, str | list):
+        raise ConfigError(f'{path}:{number} has neither "text" nor "messages"')
+    return content
+
+
+def _encode(path: Path, tokenizer: Any, document: str | list[dict[str, str]]) -> list[int]:
+    if isinstance(document, str):
+        return list(tokenizer(document, verbose=False)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f'{path} has "messages" but the tokenizer has no chat template; use "text"'
+        )
+    rendered = tokenizer.apply_chat_template(document, tokenize=False)
+    # The template writes the special tokens itself.
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
