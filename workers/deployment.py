@@ -1,0 +1,188 @@
+"""A whole deployment on one host: which processes, with which commands and ports."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tpla.core.checkpoint import MANIFEST_NAME, Manifest
+from tpla.core.config import Mode, Role
+from tpla.core.errors import CheckpointError, ConfigError
+
+REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
+"""The embedded model; it comes with a checkout, not with a wheel."""
+
+
+@dataclass(frozen=True)
+class DeploymentOptions:
+    """What ``tpla launch`` was asked for.
+
+    ``prefill`` and ``decode`` count ranks (GPUs, where there are any); each decode worker takes
+    ``decode_tp`` of them and each prefill worker ``prefill_tp``.
+    """
+
+    prefill: int
+    decode: int
+    model: Path
+    mode: Mode
+    groups: int
+    core_dims: int | None
+    kv_format: str | None
+    transfer: str
+    transfer_timeout: float
+    prefill_tp: int
+    decode_tp: int
+    host: str
+    port: int
+    state: Path
+    calibration: Path | None
+    sglang_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process: its command, and the URL that answers 200 when it serves."""
+
+    name: str
+    command: tuple[str, ...]
+    ready_url: str
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """Every process, in the order in which they are started."""
+
+    model: Path
+    workers: tuple[ProcessPlan, ...]
+    router: ProcessPlan
+    conversion: tuple[tuple[str, ...], ...] = field(default=())
+
+
+def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
+    """Choose ports and commands.
+
+    Raises:
+        ConfigError: ranks that do not divide into workers.
+        CheckpointError: a model of the user's own that was not converted.
+    """
+    prefill_workers = _workers_of("prefill", options.prefill, options.prefill_tp)
+    decode_workers = _workers_of("decode", options.decode, options.decode_tp)
+    if options.mode is Mode.TPLA and options.decode_tp % options.groups:
+        raise ConfigError(
+            f"--decode-tp {options.decode_tp} is not a multiple of --groups {options.groups}; "
+            "each latent group needs as many ranks as the others"
+        )
+    model, conversion = _converted_model(options)
+    workers: list[ProcessPlan] = []
+    router_arguments: list[str] = []
+    ports = iter(free_ports(2 * prefill_workers + decode_workers))
+    for index in range(prefill_workers):
+        port, bootstrap_port = next(ports), next(ports)
+        extra = ("--disaggregation-bootstrap-port", str(bootstrap_port))
+        workers.append(_worker(options, model, Role.PREFILL, index, port, extra))
+        router_arguments += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap_port)]
+    for index in range(decode_workers):
+        port = next(ports)
+        workers.append(_worker(options, model, Role.DECODE, index, port, ()))
+        router_arguments += ["--decode", f"http://127.0.0.1:{port}"]
+    return DeploymentPlan(model, tuple(workers), _router(options, router_arguments), conversion)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that nothing listens on now."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:  # all are held until the last is known: else one may come twice
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _workers_of(role: str, ranks: int, tp_size: int) -> int:
+    if ranks < 1 or tp_size < 1 or ranks % tp_size:
+        raise ConfigError(
+            f"--{role} {ranks} ranks cannot be divided into workers of --{role}-tp {tp_size}; "
+            f"use a multiple of {max(tp_size, 1)}"
+        )
+    return ranks // tp_size
+
+
+def _worker(
+    options: DeploymentOptions,
+    model: Path,
+    role: Role,
+    index: int,
+    port: int,
+    extra: tuple[str, ...],
+) -> ProcessPlan:
+    tp_size = options.prefill_tp if role is Role.PREFILL else options.decode_tp
+    command = [
+        *(sys.executable, "-m", "tpla.core.cli", "worker", role.value),
+        *("--model", str(model), "--mode", options.mode.value),
+        *("--transfer", options.transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
+        *(("--kv-format", options.kv_format) if options.kv_format else ()),
+        *("--served-model-name", served_name(options.model)),
+        *("--port", str(port), "--tp-size", str(tp_size)),
+        *extra,
+        *options.sglang_arguments,
+    ]
+    return ProcessPlan(f"{role.value}-{index}", tuple(command), f"http://127.0.0.1:{port}/health")
+
+
+def _router(options: DeploymentOptions, workers: list[str]) -> ProcessPlan:
+    command = [
+        *(sys.executable, "-m", "tpla.core.cli", "router", "--host", options.host),
+        *("--port", str(options.port), "--model", served_name(options.model), *workers),
+    ]
+    reachable = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
+    return ProcessPlan("router", tuple(command), f"http://{reachable}:{options.port}/ready")
+
+
+def served_name(model: Path) -> str:
+    """Name under which clients ask for the model."""
+    return "tpla-reference" if model == REFERENCE_MODEL else model.resolve().name
+
+
+def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str, ...], ...]]:
+    """The checkpoint to serve, and the commands that make it where it does not exist yet."""
+    if options.mode is not Mode.TPLA:
+        return options.model, ()
+    if (options.model / MANIFEST_NAME).is_file():
+        _check_groups(Manifest.load(options.model), options)
+        return options.model, ()
+    if options.model != REFERENCE_MODEL and options.calibration is None:
+        raise CheckpointError(
+            f"{options.model} is not converted for TPLA; give --calibration TEXT to convert it "
+            f"now, or run: tpla convert {options.model} DST --groups {options.groups} "
+            "--calibration TEXT"
+        )
+    core_dims = options.core_dims if options.core_dims is not None else default_core(options.groups)
+    name = f"{served_name(options.model)}-g{options.groups}-core{core_dims}"
+    target = options.state / "models" / name
+    if (target / MANIFEST_NAME).is_file():
+        return target, ()
+    text = options.calibration or options.state / "calibration.jsonl"
+    commands: list[tuple[str, ...]] = []
+    if options.calibration is None and not text.is_file():
+        generate = ("-m", "tpla.convert.reference.text", "--out", str(text), "--documents", "40")
+        commands.append((sys.executable, *generate))
+    convert = ("-m", "tpla.core.cli", "convert", str(options.model), str(target))
+    plan = ("--groups", str(options.groups), "--core-dims", str(core_dims))
+    calibration = ("--calibration", str(text), "--max-tokens", "8192", "--dtype", "float32")
+    commands.append((sys.executable, *convert, *plan, *calibration))
+    return target, tuple(commands)
+
+
+def default_core(groups: int) -> int:
+    """Shared core dims of the embedded model; with them its KL to exact MLA falls about tenfold."""
+    return 0 if groups == 1 else 32
+
+
+def _check_groups(manifest: Manifest, options: DeploymentOptions) -> None:
+    if manifest.plan.groups != options.groups:
+        raise ConfigError(
+            f"--groups {options.groups}, but {options.model} was converted for "
+            f"{manifest.plan.groups}; use --groups {manifest.plan.groups} or convert it again"
+        )

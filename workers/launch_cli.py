@@ -1,0 +1,128 @@
+"""``tpla launch``: a whole deployment on this host."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tpla.core.config import Mode
+from tpla.core.errors import TplaError
+from tpla.workers.deployment import (
+    REFERENCE_MODEL,
+    DeploymentOptions,
+    DeploymentPlan,
+    plan_deployment,
+    served_name,
+)
+from tpla.workers.supervisor import Supervisor, printable
+
+_console = Console(stderr=True, highlight=False)
+
+
+def launch() -> None:
+    """Parse the command line and run a deployment until Ctrl-C or SIGTERM."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        epilog="Every other flag is passed to each worker as SGLang's own.",
+    )(_launch)
+    try:
+        app()
+    except TplaError as error:
+        _console.print(f"tpla launch: {error}", style="red", markup=False)
+        sys.exit(2)
+
+
+def _launch(
+    context: typer.Context,
+    prefill: Annotated[int, typer.Option(help="prefill ranks (GPUs, where there are any)")] = 1,
+    decode: Annotated[int, typer.Option(help="decode ranks")] = 2,
+    model: Annotated[Path, typer.Option(help="checkpoint; default: the embedded model")] = (
+        REFERENCE_MODEL
+    ),
+    mode: Annotated[Mode, typer.Option(help="what decode does with the latent")] = Mode.TPLA,
+    groups: Annotated[int, typer.Option(help="latent groups; each decode TP is a multiple")] = 2,
+    core_dims: Annotated[
+        int | None, typer.Option(help="shared core of a conversion made now [32]")
+    ] = None,
+    kv_format: Annotated[str | None, typer.Option(help="fp8, bf16 or fp32 [fp8]")] = None,
+    transfer: Annotated[str, typer.Option(help="zmq")] = "zmq",
+    transfer_timeout: Annotated[float, typer.Option(help="seconds, any wait of a migration")] = 30,
+    prefill_tp: Annotated[int, typer.Option(help="ranks of one prefill worker")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="ranks of one decode worker")] = 2,
+    host: Annotated[str, typer.Option(help="address of the endpoint")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the endpoint")] = 8000,
+    calibration: Annotated[
+        Path | None, typer.Option(help="text to convert an unconverted model with")
+    ] = None,
+    state: Annotated[Path, typer.Option(help="converted models and logs")] = Path(".tpla"),
+    start_timeout: Annotated[float, typer.Option(help="seconds until all must serve")] = 600,
+) -> None:
+    """Start prefill workers, decode workers and the router; stop them all on Ctrl-C."""
+    options = DeploymentOptions(
+        prefill=prefill,
+        decode=decode,
+        model=model,
+        mode=mode,
+        groups=groups if mode is Mode.TPLA else 1,
+        core_dims=core_dims,
+        kv_format=kv_format,
+        transfer=transfer,
+        transfer_timeout=transfer_timeout,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        host=host,
+        port=port,
+        state=state,
+        calibration=calibration,
+        sglang_arguments=tuple(context.args),
+    )
+    _run(options, plan_deployment(options), start_timeout)
+
+
+def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
+    options.state.mkdir(parents=True, exist_ok=True)
+    for command in plan.conversion:
+        subprocess.run(command, check=True)
+    supervisor = Supervisor(options.state / "logs", _console)
+    for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop_signal, lambda *_: supervisor.request_stop())
+    try:
+        _start(options, plan, supervisor, start_timeout)
+        supervisor.watch()
+    finally:
+        _console.print("stopping ...")
+        supervisor.stop()
+        _console.print("stopped")
+
+
+def _start(
+    options: DeploymentOptions, plan: DeploymentPlan, supervisor: Supervisor, timeout: float
+) -> None:
+    begun = time.monotonic()
+    _console.print(
+        f"[bold]serving {plan.model}[/] with these commands (logs: {options.state}/logs)"
+    )
+    for process in (*plan.workers, plan.router):
+        _console.print(f"  {printable(process)}", soft_wrap=True, markup=False)
+        supervisor.start(process)
+    with _console.status("starting", refresh_per_second=2) as status:
+        supervisor.wait_ready(timeout, lambda names: status.update(f"waiting for {names}"))
+    address = f"http://{options.host}:{options.port}/v1"
+    _console.print(f"[bold green]ready[/] after {time.monotonic() - begun:.0f} s at {address}; try")
+    _console.print(_sample_curl(address, served_name(options.model)), soft_wrap=True, markup=False)
+
+
+def _sample_curl(address: str, model: str) -> str:
+    return (
+        f"  curl {address}/chat/completions -H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{model}", "messages": [{{"role": "user", "content": '
+        '"My locker code is 4821. What is my locker code?"}]}\''
+    )

@@ -1,0 +1,151 @@
+"""Entry point ``sglang.srt.plugins``: attaches TPLA to SGLang in every process of a worker.
+
+Without a worker configuration in the environment (a plain ``import sglang``, another server) it
+does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from tpla.core.checkpoint import Manifest
+from tpla.core.config import Mode, Role, WorkerConfig, worker_config_from_environment
+from tpla.workers.sglang_plugin import targets
+
+TRANSFER_BACKEND_NAME = "tpla_zmq"
+
+
+def load() -> None:
+    """Register every hook this worker needs; SGLang applies them when all plug-ins have loaded."""
+    config = worker_config_from_environment()
+    if config is None:
+        return
+    from sglang.srt import server_args
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tpla.workers.sglang_plugin.selfcheck import check_version
+
+    check_version()
+    _offer_choices(server_args)
+    _register_common(config, HookRegistry, HookType)
+    if config.device == "cpu":
+        from tpla.workers.sglang_plugin import cpu_engine
+
+        cpu_engine.register(HookRegistry, HookType)
+    if config.role is Role.DECODE:
+        _register_decode(config, HookRegistry, HookType)
+
+
+def required_targets(config: WorkerConfig) -> tuple[targets.Target, ...]:
+    """What must be hooked before a worker with this configuration may serve."""
+    required: tuple[targets.Target, ...] = targets.EVERY_WORKER
+    if config.device == "cpu":
+        required += targets.CPU_WORKER
+    if config.role is Role.DECODE:
+        required += targets.DECODE_WORKER
+        if config.mode is Mode.TPLA:
+            required += targets.SHARDED_DECODE_WORKER
+    return required
+
+
+def load_manifest(config: WorkerConfig) -> Manifest | None:
+    """The checkpoint's manifest where the mode needs one."""
+    return Manifest.load(Path(config.model)) if config.mode is Mode.TPLA else None
+
+
+def _offer_choices(server_args: Any) -> None:
+    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME
+
+    if BACKEND_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([BACKEND_NAME])
+    if TRANSFER_BACKEND_NAME not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+        server_args.add_disagg_transfer_backend_choices([TRANSFER_BACKEND_NAME])
+
+
+def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
+    from tpla.workers.sglang_plugin import accounting, transfer_backend
+    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME
+
+    def support_triton(original: Any, backend: str) -> bool:
+        return backend != BACKEND_NAME and original(backend)
+
+    support_triton.__module__ = __name__
+    transfer_backend.add_enum_member(TRANSFER_BACKEND_NAME)
+    around, after = hook_type.AROUND, hook_type.AFTER
+    registry.register(targets.SUPPORT_TRITON.path, support_triton, around)
+    registry.register(
+        targets.MODEL_RUNNER_INIT.path,
+        _named(functools.partial(_before_model_runner, config)),
+        hook_type.BEFORE,
+    )
+    registry.register(targets.GET_KV_CLASS.path, transfer_backend.get_kv_class, around)
+    attach = _named(functools.partial(transfer_backend.attach_pool, config))
+    registry.register(targets.PREFILL_INIT_KV_MANAGER.path, attach, after)
+    registry.register(targets.DECODE_INIT_KV_MANAGER.path, attach, after)
+    registry.register(targets.GET_INTERNAL_STATE.path, accounting.add_to_internal_state, after)
+
+
+def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
+    from tpla.workers.sglang_plugin import kv_pool
+
+    manifest = load_manifest(config)
+
+    def build_pool(original: Any, self: Any, *, max_total_num_tokens: int) -> Any:
+        return kv_pool.build_pool(config, manifest, self, max_total_num_tokens)
+
+    def cell_size(original: Any, self: Any, kvc: Any, num_layers: int) -> int:
+        return kv_pool.cell_bytes(config, manifest, kvc, num_layers)
+
+    registry.register(targets.BUILD_MLA_KV_POOL.path, build_pool, hook_type.AROUND)
+    registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)
+    if config.mode is Mode.TPLA:
+
+        def slice_after_load(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+            from tpla.workers.sglang_plugin.attention_shard import slice_after_load as around_load
+
+            around_load(original, self, *args, **kwargs)
+
+        registry.register(targets.POST_LOAD_WEIGHTS.path, slice_after_load, hook_type.AROUND)
+
+
+def _named(hook: functools.partial[Any]) -> functools.partial[Any]:
+    """The registry prints a hook's name and module, which a partial lacks."""
+    hook.__name__ = hook.func.__name__  # type: ignore[attr-defined]
+    hook.__qualname__ = hook.func.__qualname__  # type: ignore[attr-defined]
+    hook.__module__ = hook.func.__module__
+    return hook
+
+
+def _before_model_runner(config: WorkerConfig, *args: Any, **kwargs: Any) -> None:
+    """Runs first in each scheduler process, when every module of SGLang can be imported."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME, TorchLatentBackend
+    from tpla.workers.sglang_plugin.selfcheck import check_hooked
+
+    check_hooked(required_targets(config))
+    register_attention_backend(BACKEND_NAME)(TorchLatentBackend)
+    # One code path for prefill and decode: the absorbed form. Names that SGLang does not know get
+    # its Triton handler, which would expand the latent.
+    AttentionBackendRegistry.register(BACKEND_NAME, lambda attention, batch: AttnForwardMethod.MLA)
+    if config.role is Role.DECODE and config.mode is Mode.TPLA:
+        _install_shard_attention(config)
+
+
+def _install_shard_attention(config: WorkerConfig) -> None:
+    from sglang.srt.models import deepseek_v2
+
+    from tpla.workers.sglang_plugin.attention_shard import make_shard_attention
+
+    base = deepseek_v2.DeepseekV2AttentionMLA
+    if base.__name__ == "TPLAShardAttention":  # a second model runner in this process
+        return
+    manifest = load_manifest(config)
+    assert manifest is not None
+    deepseek_v2.DeepseekV2AttentionMLA = make_shard_attention(base, manifest)

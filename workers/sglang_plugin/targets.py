@@ -1,0 +1,113 @@
+"""Every place where the plug-in attaches to SGLang 0.5.16, with the signature it expects there.
+
+SGLang logs and swallows errors of plug-ins and hooks, so a hook that does not take would mean plain
+MLA served silently. :mod:`tpla.workers.sglang_plugin.selfcheck` therefore verifies this table in
+every worker, and the contract tests verify it without starting one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SGLANG_VERSION = "0.5.16"
+
+_SRT = "sglang.srt."
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function or method of SGLang.
+
+    Attributes:
+        path: dotted path.
+        parameters: names of its leading parameters, ``self`` included.
+    """
+
+    path: str
+    parameters: tuple[str, ...]
+
+
+SERVER_ARGS_POST_INIT = Target(_SRT + "server_args.ServerArgs.__post_init__", ("self",))
+SUPPORT_TRITON = Target(_SRT + "utils.common.support_triton", ("backend",))
+MODEL_RUNNER_INIT = Target(
+    _SRT + "model_executor.model_runner.ModelRunner.__init__", ("self", "model_config")
+)
+GROUP_COORDINATOR_INIT = Target(
+    _SRT + "distributed.parallel_state.GroupCoordinator.__init__",
+    ("self", "group_ranks", "local_rank", "torch_distributed_backend", "use_pynccl"),
+)
+INIT_THREADS_BINDING = Target(_SRT + "utils.numa_utils.init_threads_binding", ("tp_rank",))
+GET_ROPE_WRAPPER = Target(
+    _SRT + "layers.rotary_embedding.factory.get_rope_wrapper", ("head_size", "rotary_dim")
+)
+ALLOC_EXTEND = Target(
+    _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+    (
+        "self",
+        "prefix_lens",
+        "prefix_lens_cpu",
+        "seq_lens",
+        "seq_lens_cpu",
+        "last_loc",
+        "extend_num_tokens",
+    ),
+)
+ALLOC_DECODE = Target(
+    _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
+    ("self", "seq_lens", "seq_lens_cpu", "last_loc"),
+)
+GET_LAST_LOC = Target(
+    _SRT + "mem_cache.allocation.get_last_loc",
+    ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+)
+GET_KV_CLASS = Target(
+    _SRT + "disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")
+)
+PREFILL_INIT_KV_MANAGER = Target(
+    _SRT + "disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", ("self",)
+)
+DECODE_INIT_KV_MANAGER = Target(
+    _SRT + "disaggregation.decode.DecodePreallocQueue._init_kv_manager", ("self",)
+)
+GET_INTERNAL_STATE = Target(
+    _SRT + "managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req")
+)
+ON_IDLE = Target(_SRT + "managers.scheduler.Scheduler.on_idle", ("self",))
+BUILD_MLA_KV_POOL = Target(
+    _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
+    ("self", "max_total_num_tokens"),
+)
+COMPUTE_CELL_SIZE = Target(
+    _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+    ("self", "kvc", "num_layers"),
+)
+POST_LOAD_WEIGHTS = Target(
+    _SRT
+    + "models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights",
+    ("self", "is_nextn", "weight_names"),
+)
+
+ATTENTION_CLASS = Target(_SRT + "models.deepseek_v2.DeepseekV2AttentionMLA", ("config",))
+"""Replaced by assignment, because its subclass must be made after the class it derives from."""
+
+EVERY_WORKER = (
+    SUPPORT_TRITON,
+    MODEL_RUNNER_INIT,
+    GET_KV_CLASS,
+    PREFILL_INIT_KV_MANAGER,
+    DECODE_INIT_KV_MANAGER,
+    GET_INTERNAL_STATE,
+)
+CPU_WORKER = (
+    SERVER_ARGS_POST_INIT,
+    GROUP_COORDINATOR_INIT,
+    INIT_THREADS_BINDING,
+    GET_ROPE_WRAPPER,
+    ALLOC_EXTEND,
+    ALLOC_DECODE,
+    GET_LAST_LOC,
+    ON_IDLE,
+)
+DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE)
+SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
+ALL_HOOKED = EVERY_WORKER + CPU_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER

@@ -1,0 +1,172 @@
+"""What KV transfer is made of, independent of SGLang and of the data plane.
+
+::
+
+    KVSender (prefill rank)                      KVReceiver (decode rank)
+        │ reads PageSource                           │ writes PageSink
+        └── Link ═══════ one connection a pair ═══════ Link ──┘
+
+A :class:`KVSender` or :class:`KVReceiver` keeps the state of each room (one request) and calls its
+:class:`RoomEvents` from the link's thread. A :class:`Link` moves messages; faults are injected by a
+decorator around it (:mod:`tpla.workers.transfer.faults`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tpla.core.errors import TransferError
+from tpla.core.latent_layout import LatentLayout
+from tpla.core.messages import Message
+
+Pages = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What both sides must agree on, and who says so.
+
+    Attributes:
+        instance_id: this process's id, new at each start.
+        fingerprint: :func:`tpla.core.checkpoint.fingerprint` of the served checkpoint.
+        metadata_bytes: size of the first token's metadata.
+        kv_lora_rank: width of the whole latent.
+        qk_rope_head_dim: width of the RoPE key.
+    """
+
+    instance_id: str
+    fingerprint: str
+    metadata_bytes: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Pages of one room on one decode rank, and the prefill ranks that serve it.
+
+    Attributes:
+        pages: the rank's pages, in order.
+        source: endpoint that sends the rows.
+        dummies: endpoints that only need to know (prefill TP larger than decode TP).
+        destinations: decode ranks that ``source`` must hear from before it is ready.
+        decode_prefix_len: leading tokens that decode already holds.
+    """
+
+    pages: Pages
+    source: str
+    dummies: tuple[str, ...]
+    destinations: int
+    decode_prefix_len: int
+
+
+class PageSource(Protocol):
+    """Prefill's pool."""
+
+    num_layers: int
+    page_size: int
+
+    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
+        """``[layers, pages * page_size, row_bytes]`` rows in a decode rank's layout."""
+
+
+class PageSink(Protocol):
+    """A decode rank's pool."""
+
+    num_layers: int
+    page_size: int
+    layout: LatentLayout
+
+    def write(self, pages: Pages, rows: Rows) -> None:
+        """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``."""
+
+
+class LinkHandler(Protocol):
+    """Receives what happens on a link, on the link's own thread."""
+
+    def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
+        """A message arrived; ``payload`` is valid during the call."""
+
+    def on_disconnect(self, peer: str) -> None:
+        """The peer is gone; nothing more will come from it on this connection."""
+
+    def on_tick(self) -> None:
+        """Called several times a second, for time-outs and leases."""
+
+
+class Link(Protocol):
+    """Ordered messages to and from peers. Every method may be called from any thread."""
+
+    def start(self, handler: LinkHandler) -> None:
+        """Begin to deliver to ``handler``."""
+
+    def connect(self, endpoint: str) -> str:
+        """Open a connection if there is none; returns the peer's name. Clients only."""
+
+    def disconnect(self, peer: str) -> None:
+        """Drop a peer without an event."""
+
+    def send(
+        self, peer: str, message: Message, payload: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Queue a message; the payload must not change afterwards. Never blocks."""
+
+    def close(self) -> None:
+        """Stop the thread and close every socket."""
+
+
+class RoomEvents(Protocol):
+    """What became of a room; called on the link's thread or a pusher's."""
+
+    def on_ready(self, room: int, decode_prefix_len: int) -> None:
+        """Sender only: every decode rank has reserved its pages."""
+
+    def on_done(self, room: int, metadata: bytes) -> None:
+        """The room is complete and acknowledged on every rank; ``metadata`` on the receiver."""
+
+    def on_failed(self, room: int, error: TransferError) -> None:
+        """The room is given up; no byte of it is written from now on."""
+
+
+class KVSender(Protocol):
+    """Prefill rank."""
+
+    def open(self, room: int) -> None:
+        """The engine has a request for this room."""
+
+    def push(self, room: int, page_start: int, pages: Pages, metadata: bytes | None) -> None:
+        """Send the room's pages from ``page_start``; ``metadata`` comes with the last ones."""
+
+    def abort(self, room: int, reason: str) -> None:
+        """Give the room up and tell the decode ranks."""
+
+    def forget(self, room: int) -> None:
+        """Drop every trace of a finished or failed room."""
+
+
+class KVReceiver(Protocol):
+    """Decode rank."""
+
+    def greet(self, endpoint: str) -> None:
+        """Connect and shake hands, if that has not begun."""
+
+    def expect(self, room: int, endpoints: Sequence[str]) -> None:
+        """The engine has a request for this room; keep prefill's lease on it alive."""
+
+    def reserve(self, room: int, reservation: Reservation) -> None:
+        """Pages are allocated: ask for the rows."""
+
+    def abort(self, room: int, reason: str) -> None:
+        """Give the room up; ``on_failed`` follows when prefill has acknowledged or is gone."""
+
+    def fence(self, room: int) -> None:
+        """Return once no byte of the room can be written any more."""
+
+    def forget(self, room: int) -> None:
+        """Drop every trace of a finished or failed room."""

@@ -1,0 +1,427 @@
+"""Decode's half of KV transfer: which rooms are awaited, from whom, and what has arrived.
+
+Threads: the engine calls :class:`DecodeReceiver`'s public methods; messages and ticks come on the
+link's thread, which also verifies and stores the rows. One lock guards all state and is held while
+a chunk is stored, so that no byte of a room lands after :meth:`DecodeReceiver.fence` or a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from tpla.core.config import TransferTimeouts
+from tpla.core.errors import (
+    ChecksumMismatch,
+    LayoutMismatch,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from tpla.core.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
+    Ack,
+    Chunk,
+    Credit,
+    Done,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    Reserve,
+    Welcome,
+)
+from tpla.workers.transfer.digest import chunk_digest, room_digest
+from tpla.workers.transfer.protocol import Identity, Link, PageSink, Reservation, RoomEvents
+from tpla.workers.transfer.statistics import TransferStatistics
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PING_SECONDS = 1.0
+
+
+class _PeerState(Enum):
+    GREETING = "greeting"
+    WELCOME = "welcome"
+    REFUSED = "refused"
+
+
+@dataclass
+class _Peer:
+    state: _PeerState
+    deadline: float
+    reason: str = ""
+    waiting: list[tuple[int, Reserve]] = field(default_factory=list)
+
+
+@dataclass
+class _Room:
+    """One request. It begins as expected, is reserved, and ends done, failed or aborting."""
+
+    endpoints: tuple[str, ...]
+    deadline: float
+    reservation: Reservation | None = None
+    digests: list[int] = field(default_factory=list)
+    pages_received: int = 0
+    closed: bool = False
+    forgotten: bool = False
+    abort_error: TransferError | None = None
+    unacknowledged_aborts: set[str] = field(default_factory=set)
+
+
+class DecodeReceiver:
+    """Implements :class:`~tpla.workers.transfer.protocol.KVReceiver` for one decode rank."""
+
+    def __init__(
+        self,
+        link: Link,
+        sink: PageSink,
+        identity: Identity,
+        timeouts: TransferTimeouts,
+        events: RoomEvents,
+        on_peer_lost: Callable[[str], None],
+    ) -> None:
+        self._link = link
+        self._sink = sink
+        self._identity = identity
+        self._timeouts = timeouts
+        self._events = events
+        self._on_peer_lost = on_peer_lost
+        self._lock = threading.RLock()
+        self._rooms: dict[int, _Room] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._next_ping = 0.0
+        self._ping_seconds = min(_LONGEST_PING_SECONDS, timeouts.push / 4)
+        self.statistics = TransferStatistics()
+        link.start(self)
+
+    # ---- called by the engine
+
+    def greet(self, endpoint: str) -> None:
+        """Connect and shake hands, if that has not begun; a refusal is tried anew."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            if peer is not None and peer.state is not _PeerState.REFUSED:
+                return
+            self._peers[endpoint] = _Peer(
+                _PeerState.GREETING, time.monotonic() + self._timeouts.handshake
+            )
+            self._link.connect(endpoint)
+            self._link.send(
+                endpoint,
+                Hello(
+                    version=PROTOCOL_VERSION,
+                    instance_id=self._identity.instance_id,
+                    fingerprint=self._identity.fingerprint,
+                    layout=self._sink.layout.to_dict(),
+                    num_layers=self._sink.num_layers,
+                    page_size=self._sink.page_size,
+                    metadata_bytes=self._identity.metadata_bytes,
+                ),
+            )
+
+    def expect(self, room: int, endpoints: Sequence[str]) -> None:
+        """The engine has a request for this room; keep prefill's lease on it alive."""
+        with self._lock:
+            self._rooms[room] = _Room(tuple(endpoints), time.monotonic() + self._timeouts.handshake)
+
+    def reserve(self, room: int, reservation: Reservation) -> None:
+        """Pages are allocated: ask for the rows."""
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None or state.closed:
+                return
+            state.reservation = reservation
+            state.deadline = time.monotonic() + self._timeouts.push
+            for endpoint in (reservation.source, *reservation.dummies):
+                self._request(
+                    endpoint,
+                    Reserve(
+                        room=room,
+                        pages=len(reservation.pages),
+                        destinations=reservation.destinations,
+                        decode_prefix_len=reservation.decode_prefix_len,
+                        dummy=endpoint != reservation.source,
+                    ),
+                )
+
+    def abort(self, room: int, reason: str) -> None:
+        """Give the room up; ``on_failed`` follows when prefill has acknowledged or is gone."""
+        self._give_up(room, TransferAborted(reason))
+
+    def fence(self, room: int) -> None:
+        """Return once no byte of the room can be written any more."""
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is not None:
+                self._give_up(room, TransferAborted("another decode rank gave the room up"))
+
+    def forget(self, room: int) -> None:
+        """Drop every trace of a finished or failed room."""
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None:
+                return
+            state.forgotten = True
+            if not state.unacknowledged_aborts:  # else it goes when they are in
+                del self._rooms[room]
+
+    def close(self) -> None:
+        """Stop the link."""
+        self._link.close()
+
+    def accounting(self) -> dict[str, Any]:
+        """What is held right now, and totals since the start."""
+        with self._lock:
+            return {
+                "rooms": len(self._rooms),
+                "peers": len(self._peers),
+                **self.statistics.snapshot(),
+            }
+
+    # ---- called by the link
+
+    def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
+        """A prefill rank says something."""
+        with self._lock:
+            if isinstance(message, Chunk):
+                self._on_chunk(peer, message, payload)
+            elif isinstance(message, Done):
+                self._on_done(peer, message, payload)
+            elif isinstance(message, Welcome):
+                self._on_welcome(peer)
+            elif isinstance(message, Refuse):
+                self._on_refuse(peer, message.reason)
+            elif isinstance(message, Abort):
+                self._on_abort(peer, message)
+            elif isinstance(message, AbortAck):
+                self._on_abort_ack(peer, message.room)
+            elif isinstance(message, Pong):
+                self._renew(message.rooms)
+
+    def on_disconnect(self, peer: str) -> None:
+        """A prefill rank is gone: its rooms fail, and a later request greets it anew."""
+        with self._lock:
+            known = self._peers.pop(peer, None)
+            affected = [room for room, state in self._rooms.items() if peer in state.endpoints]
+            for state in self._rooms.values():
+                state.unacknowledged_aborts.discard(peer)
+        if known is None:
+            return
+        logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(affected))
+        self._on_peer_lost(peer)
+        for room in affected:
+            self._give_up(room, TransferError(f"prefill rank {peer} is gone"))
+        with self._lock:
+            self._conclude_aborts()
+
+    def on_tick(self) -> None:
+        """Ping, and end what took too long."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._next_ping:
+                self._next_ping = now + self._ping_seconds
+                self._ping()
+            expired = [room for room, state in self._rooms.items() if now > state.deadline]
+            unanswered = [
+                endpoint
+                for endpoint, peer in self._peers.items()
+                if peer.state is _PeerState.GREETING and now > peer.deadline
+            ]
+        for room in expired:
+            self._expire(room)
+        for endpoint in unanswered:
+            self._link.disconnect(endpoint)
+            self.on_disconnect(endpoint)
+
+    # ---- handshake
+
+    def _request(self, endpoint: str, reserve: Reserve) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            self._give_up(reserve.room, TransferError(f"prefill rank {endpoint} is gone"))
+        elif peer.state is _PeerState.WELCOME:
+            self._link.send(endpoint, reserve)
+        elif peer.state is _PeerState.GREETING:
+            peer.waiting.append((reserve.room, reserve))
+        else:
+            self._give_up(reserve.room, LayoutMismatch(peer.reason))
+
+    def _on_welcome(self, endpoint: str) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return
+        peer.state = _PeerState.WELCOME
+        waiting, peer.waiting = peer.waiting, []
+        for room, reserve in waiting:
+            state = self._rooms.get(room)
+            if state is not None and not state.closed:
+                self._link.send(endpoint, reserve)
+
+    def _on_refuse(self, endpoint: str, reason: str) -> None:
+        logger.error("prefill rank %s refused this decode rank: %s", endpoint, reason)
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return
+        peer.state, peer.reason, peer.waiting = _PeerState.REFUSED, reason, []
+        for room, state in list(self._rooms.items()):
+            if endpoint in state.endpoints:
+                self._give_up(room, LayoutMismatch(f"prefill refused: {reason}"))
+
+    # ---- rows
+
+    def _on_chunk(self, peer: str, chunk: Chunk, payload: memoryview | None) -> None:
+        size = len(payload) if payload is not None else 0
+        try:
+            state = self._rooms.get(chunk.room)
+            if state is not None and not state.closed and state.reservation is not None:
+                self._store(state, state.reservation, chunk, payload)
+        except TransferError as error:
+            self._give_up(chunk.room, error)
+        finally:
+            self._link.send(peer, Credit(size))
+
+    def _store(
+        self, state: _Room, reservation: Reservation, chunk: Chunk, payload: memoryview | None
+    ) -> None:
+        stop = chunk.page_start + chunk.pages
+        shape = (
+            self._sink.num_layers,
+            chunk.pages * self._sink.page_size,
+            self._sink.layout.row_bytes,
+        )
+        intact = (
+            payload is not None
+            and len(payload) == np.prod(shape)
+            and chunk.sequence == len(state.digests)
+            and stop <= len(reservation.pages)
+            and chunk.digest
+            == chunk_digest(chunk.room, chunk.sequence, chunk.page_start, chunk.pages, payload)
+        )
+        if not intact or payload is None:
+            raise ChecksumMismatch(
+                f"room {chunk.room}, chunk {chunk.sequence}, pages {chunk.page_start}-{stop - 1}: "
+                "the rows that arrived are not those that were sent; the request must be repeated"
+            )
+        rows = np.frombuffer(payload, dtype=np.uint8).reshape(shape)
+        self._sink.write(reservation.pages[chunk.page_start : stop], rows)
+        state.digests.append(chunk.digest)
+        state.pages_received += chunk.pages
+        state.deadline = time.monotonic() + self._timeouts.push
+        self.statistics.count_bytes(len(payload), chunk.pages * self._sink.page_size)
+
+    def _on_done(self, peer: str, done: Done, payload: memoryview | None) -> None:
+        state = self._rooms.get(done.room)
+        if state is None or state.closed or state.reservation is None or payload is None:
+            return
+        complete = (
+            done.chunks == len(state.digests)
+            and done.pages == state.pages_received == len(state.reservation.pages)
+            and len(payload) == self._identity.metadata_bytes
+            and done.digest == room_digest(done.room, state.digests, payload)
+        )
+        if not complete:
+            error = ChecksumMismatch(
+                f"room {done.room}: {len(state.digests)} chunks with {state.pages_received} pages "
+                f"arrived, prefill sent {done.chunks} with {done.pages}, or the digest differs; "
+                "the request must be repeated"
+            )
+            self._give_up(done.room, error)
+            return
+        state.closed = True
+        state.deadline = float("inf")
+        self._events.on_done(done.room, bytes(payload))
+        self._link.send(peer, Ack(done.room))
+
+    # ---- ends
+
+    def _on_abort(self, peer: str, abort: Abort) -> None:
+        state = self._rooms.get(abort.room)
+        if state is not None:
+            state.endpoints = tuple(known for known in state.endpoints if known != peer)
+            self._give_up(abort.room, TransferAborted(f"prefill aborted: {abort.reason}"))
+        self._link.send(peer, AbortAck(abort.room))
+
+    def _on_abort_ack(self, peer: str, room: int) -> None:
+        state = self._rooms.get(room)
+        if state is not None:
+            state.unacknowledged_aborts.discard(peer)
+            self._conclude_aborts()
+
+    def _give_up(self, room: int, error: TransferError) -> None:
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None or state.closed:
+                return
+            state.closed = True
+            state.abort_error = error
+            state.deadline = time.monotonic() + self._timeouts.ack
+            self.statistics.count_failure(error)
+            for endpoint in state.endpoints:
+                peer = self._peers.get(endpoint)
+                if peer is not None and peer.state is _PeerState.WELCOME:
+                    state.unacknowledged_aborts.add(endpoint)
+                    self._link.send(endpoint, Abort(room, f"{type(error).__name__}: {error}"))
+            self._conclude_aborts()
+
+    def _conclude_aborts(self) -> None:
+        for room, state in list(self._rooms.items()):
+            if state.abort_error is None or state.unacknowledged_aborts:
+                continue
+            error, state.abort_error = state.abort_error, None
+            state.deadline = float("inf")
+            if state.forgotten:
+                del self._rooms[room]
+            else:
+                self._events.on_failed(room, error)
+
+    def _expire(self, room: int) -> None:
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None:
+                return
+            if state.closed:  # an abort that nobody acknowledged
+                state.unacknowledged_aborts.clear()
+                self._conclude_aborts()
+                return
+            waited = "its pages" if state.reservation is not None else "the handshake"
+            self._give_up(
+                room,
+                TransferTimeout(
+                    f"room {room}: no sign of {waited} from prefill within "
+                    f"{self._timeouts.push:g} s; did the prefill leg of the request arrive? "
+                    "Raise --transfer-timeout to wait longer"
+                ),
+            )
+
+    # ---- leases
+
+    def _ping(self) -> None:
+        wanted: dict[str, list[int]] = {
+            endpoint: []
+            for endpoint, peer in self._peers.items()
+            if peer.state is _PeerState.WELCOME
+        }
+        for room, state in self._rooms.items():
+            if not state.closed:
+                for endpoint in wanted.keys() & set(state.endpoints):
+                    wanted[endpoint].append(room)
+        for endpoint, rooms in wanted.items():
+            self._link.send(endpoint, Ping(rooms))
+
+    def _renew(self, rooms: list[int]) -> None:
+        deadline = time.monotonic() + self._timeouts.push
+        for room in rooms:
+            state = self._rooms.get(room)
+            if state is not None and not state.closed:
+                state.deadline = max(state.deadline, deadline)

@@ -1,0 +1,479 @@
+"""Prefill's half of KV transfer: who has reserved what, what was pushed, who has acknowledged.
+
+Threads: the engine calls :class:`PrefillSender`'s public methods; messages and ticks come on the
+link's thread; each decode rank has a pusher thread, so that one that stalls delays no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tpla.core.config import TransferTimeouts
+from tpla.core.errors import (
+    ConfigError,
+    LayoutMismatch,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from tpla.core.latent_layout import LatentLayout
+from tpla.core.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
+    Ack,
+    Chunk,
+    Credit,
+    Done,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    Reserve,
+    Welcome,
+)
+from tpla.workers.transfer.digest import chunk_digest, room_digest
+from tpla.workers.transfer.protocol import Identity, Link, Pages, PageSource, RoomEvents
+from tpla.workers.transfer.statistics import TransferStatistics
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2 << 20
+"""Payload of one message: large enough to amortise its cost, small enough to overlap stages."""
+
+WINDOW_BYTES = 32 << 20
+"""Payload that may be on its way to one decode rank."""
+
+
+@dataclass
+class _Task:
+    room: int
+    page_start: int
+    pages: Pages
+    metadata: bytes | None
+
+
+@dataclass
+class _Room:
+    """One request.
+
+    ``peers`` maps each decode rank that reserved to its reservation, ``digests`` to those of the
+    chunks it was sent; ``done_sent`` and ``unacknowledged`` name ranks.
+    """
+
+    deadline: float
+    opened: bool = False
+    ready: bool = False
+    last_pushed: bool = False
+    ended: bool = False
+    peers: dict[str, Reserve] = field(default_factory=dict)
+    digests: dict[str, list[int]] = field(default_factory=dict)
+    done_sent: set[str] = field(default_factory=set)
+    unacknowledged: set[str] = field(default_factory=set)
+    payload_bytes: int = 0
+    first_push: float = 0.0
+    finished: float = 0.0
+
+
+class PrefillSender:
+    """Implements :class:`~tpla.workers.transfer.protocol.KVSender` for one prefill rank."""
+
+    def __init__(
+        self,
+        link: Link,
+        source: PageSource,
+        identity: Identity,
+        timeouts: TransferTimeouts,
+        events: RoomEvents,
+    ) -> None:
+        self._link = link
+        self._source = source
+        self._identity = identity
+        self._timeouts = timeouts
+        self._events = events
+        self._lock = threading.RLock()
+        self._rooms: dict[int, _Room] = {}
+        self._pushers: dict[str, _Pusher] = {}
+        self.statistics = TransferStatistics()
+        link.start(self)
+
+    # ---- called by the engine
+
+    def open(self, room: int) -> None:
+        """The engine has a request for this room."""
+        with self._lock:
+            state = self._room(room)
+            state.opened = True
+            state.deadline = time.monotonic() + self._timeouts.reserve
+            self._announce_if_ready(room, state)
+
+    def push(self, room: int, page_start: int, pages: Pages, metadata: bytes | None) -> None:
+        """Send the room's pages from ``page_start``; ``metadata`` comes with the last ones."""
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None or state.ended:
+                return
+            assert state.ready, f"room {room} was pushed before decode reserved its pages"
+            state.last_pushed = metadata is not None
+            state.first_push = state.first_push or time.monotonic()
+            state.deadline = time.monotonic() + self._timeouts.push
+            task = _Task(room, page_start, pages, metadata)
+            for peer in state.unacknowledged:
+                self._pushers[peer].submit(task)
+            self._conclude_if_acknowledged(room, state)
+
+    def abort(self, room: int, reason: str) -> None:
+        """Give the room up and tell the decode ranks."""
+        self._fail(room, TransferAborted(reason))
+
+    def forget(self, room: int) -> None:
+        """Drop every trace of a finished or failed room."""
+        with self._lock:
+            self._rooms.pop(room, None)
+
+    def transferred(self, room: int) -> tuple[int, float]:
+        """Payload bytes to all ranks, and seconds from the first push to the last acknowledgement.
+
+        Both are zero for a room that is not finished.
+        """
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None or not state.finished:
+                return 0, 0.0
+            return state.payload_bytes, state.finished - state.first_push
+
+    def close(self) -> None:
+        """Stop the pushers and the link."""
+        with self._lock:
+            pushers = list(self._pushers.values())
+        for pusher in pushers:
+            pusher.stop()
+        self._link.close()
+
+    def accounting(self) -> dict[str, Any]:
+        """What is held right now, and totals since the start."""
+        with self._lock:
+            return {
+                "rooms": len(self._rooms),
+                "peers": len(self._pushers),
+                **self.statistics.snapshot(),
+            }
+
+    # ---- called by the link
+
+    def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
+        """A decode rank says something."""
+        with self._lock:
+            if isinstance(message, Hello):
+                self._on_hello(peer, message)
+            elif peer not in self._pushers:
+                self._link.send(peer, Refuse("say Hello first"))
+            elif isinstance(message, Reserve):
+                self._on_reserve(peer, message)
+            elif isinstance(message, Credit):
+                self._pushers[peer].grant(message.payload_bytes)
+            elif isinstance(message, Ack):
+                self._on_ack(peer, message.room)
+            elif isinstance(message, Abort):
+                self._on_abort(peer, message)
+            elif isinstance(message, Ping):
+                self._on_ping(peer, message)
+
+    def on_disconnect(self, peer: str) -> None:
+        """A decode rank is gone: its rooms fail."""
+        with self._lock:
+            pusher = self._pushers.pop(peer, None)
+            affected = [room for room, state in self._rooms.items() if peer in state.peers]
+        if pusher is None:
+            return
+        pusher.stop()
+        logger.warning("decode rank %s is gone, %d rooms fail", peer, len(affected))
+        for room in affected:
+            self._fail(room, TransferError(f"decode rank {peer} is gone"))
+
+    def on_tick(self) -> None:
+        """Fail rooms whose lease ran out; drop decode ranks that fell silent."""
+        now = time.monotonic()
+        with self._lock:
+            expired = [
+                (room, state)
+                for room, state in self._rooms.items()
+                if not state.ended and now > state.deadline
+            ]
+            silent = [
+                peer
+                for peer, pusher in self._pushers.items()
+                if now - pusher.last_heard > self._timeouts.push
+            ]
+        for room, state in expired:
+            self._fail(room, self._expiry(room, state))
+        for peer in silent:
+            self.on_disconnect(peer)
+
+    # ---- handshake
+
+    def _on_hello(self, peer: str, hello: Hello) -> None:
+        try:
+            layout = self._check(hello)
+        except (LayoutMismatch, ConfigError) as error:
+            logger.error("refused decode rank %s: %s", peer, error)
+            self._link.send(peer, Refuse(str(error)))
+            return
+        previous = self._pushers.pop(peer, None)
+        if previous is not None:
+            previous.stop()
+        self._pushers[peer] = _Pusher(peer, layout, self)
+        self._link.send(peer, Welcome(self._identity.instance_id))
+        logger.info(
+            "decode rank %s: %s, %d bytes a token and layer", peer, layout, layout.row_bytes
+        )
+
+    def _check(self, hello: Hello) -> LatentLayout:
+        layout = LatentLayout.from_dict(hello.layout)
+        comparisons = {
+            "protocol version": (hello.version, PROTOCOL_VERSION),
+            "checkpoint fingerprint": (hello.fingerprint, self._identity.fingerprint),
+            "kv_lora_rank": (layout.plan.kv_lora_rank, self._identity.kv_lora_rank),
+            "qk_rope_head_dim": (layout.qk_rope_head_dim, self._identity.qk_rope_head_dim),
+            "layers": (hello.num_layers, self._source.num_layers),
+            "page size": (hello.page_size, self._source.page_size),
+            "metadata bytes": (hello.metadata_bytes, self._identity.metadata_bytes),
+        }
+        different = [
+            f"{name}: decode has {theirs}, prefill has {ours}"
+            for name, (theirs, ours) in comparisons.items()
+            if theirs != ours
+        ]
+        if different:
+            raise LayoutMismatch(
+                "; ".join(different)
+                + ". Start both workers with the same converted checkpoint, --page-size and release"
+            )
+        return layout
+
+    # ---- rooms
+
+    def _room(self, room: int) -> _Room:
+        if room not in self._rooms:
+            self._rooms[room] = _Room(deadline=time.monotonic() + self._timeouts.reserve)
+        return self._rooms[room]
+
+    def _on_reserve(self, peer: str, reserve: Reserve) -> None:
+        state = self._room(reserve.room)
+        if state.ended:
+            self._link.send(peer, Abort(reserve.room, "prefill has given this room up"))
+            return
+        state.peers[peer] = reserve
+        state.deadline = time.monotonic() + self._timeouts.push
+        if not reserve.dummy:
+            state.unacknowledged.add(peer)
+            state.digests[peer] = []
+        self._announce_if_ready(reserve.room, state)
+
+    def _announce_if_ready(self, room: int, state: _Room) -> None:
+        if not state.opened or state.ready or not state.peers:
+            return
+        first = next(iter(state.peers.values()))
+        if len(state.peers) == first.destinations:
+            state.ready = True
+            self._events.on_ready(room, first.decode_prefix_len)
+
+    def _on_ack(self, peer: str, room: int) -> None:
+        state = self._rooms.get(room)
+        if state is not None and not state.ended:
+            state.unacknowledged.discard(peer)
+            self._conclude_if_acknowledged(room, state)
+
+    def _conclude_if_acknowledged(self, room: int, state: _Room) -> None:
+        if state.last_pushed and not state.unacknowledged:
+            state.ended = True
+            state.finished = time.monotonic()
+            self._events.on_done(room, b"")
+
+    def _on_abort(self, peer: str, abort: Abort) -> None:
+        state = self._rooms.get(abort.room)
+        if state is not None:
+            state.peers.pop(peer, None)  # it knows already
+            self._fail(abort.room, TransferAborted(f"decode aborted: {abort.reason}"))
+            if not state.opened:
+                self._rooms.pop(abort.room, None)
+        # Chunks sent before travel ahead of this on the same connection, and none follows.
+        self._link.send(peer, AbortAck(abort.room))
+
+    def _on_ping(self, peer: str, ping: Ping) -> None:
+        now = time.monotonic()
+        self._pushers[peer].last_heard = now
+        known = []
+        for room in ping.rooms:
+            state = self._rooms.get(room)
+            # A rank that was sent Done owes an acknowledgement, which has a time-out of its own.
+            if (
+                state is not None
+                and state.opened
+                and not state.ended
+                and peer not in state.done_sent
+            ):
+                known.append(room)
+                state.deadline = max(state.deadline, now + self._timeouts.reserve)
+        self._link.send(peer, Pong(known))
+
+    def _fail(self, room: int, error: TransferError) -> None:
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is None or state.ended:
+                return
+            state.ended = True
+            for peer in state.peers:
+                self._link.send(peer, Abort(room, f"{type(error).__name__}: {error}"))
+            self.statistics.count_failure(error)
+            if not state.opened:
+                del self._rooms[room]
+        self._events.on_failed(room, error)
+
+    def _expiry(self, room: int, state: _Room) -> TransferTimeout:
+        if not state.opened:
+            return TransferTimeout(
+                f"room {room}: decode reserved pages, but the prefill leg of the request did not "
+                f"arrive within {self._timeouts.reserve:g} s; were both legs sent? "
+                "Raise --transfer-timeout to wait longer"
+            )
+        if not state.ready:
+            return TransferTimeout(
+                f"room {room}: no decode worker reserved pages within "
+                f"{self._timeouts.reserve:g} s; is decode alive and told the same bootstrap room? "
+                "Raise --transfer-timeout to wait longer"
+            )
+        waiting = "acknowledgement" if state.last_pushed else "progress"
+        return TransferTimeout(
+            f"room {room}: no {waiting} from decode within {self._timeouts.push:g} s; "
+            "raise --transfer-timeout to wait longer"
+        )
+
+    # ---- called by pushers
+
+    def send_task(self, pusher: _Pusher, task: _Task) -> None:
+        """Pack and send a task's pages in chunks; runs on the pusher's thread."""
+        page_bytes = self._source.num_layers * self._source.page_size * pusher.layout.row_bytes
+        step = max(1, CHUNK_BYTES // page_bytes)
+        for first in range(0, len(task.pages), step):
+            pages = task.pages[first : first + step]
+            if not self._send_chunk(pusher, task.room, task.page_start + first, pages):
+                return
+        if task.metadata is not None:
+            self._send_done(pusher, task)
+
+    def _send_chunk(self, pusher: _Pusher, room: int, page_start: int, pages: Pages) -> bool:
+        payload = self._source.read(pages, pusher.layout)
+        if not pusher.take_credit(payload.nbytes, self._timeouts.push):
+            self._fail(
+                room,
+                TransferTimeout(
+                    f"room {room}: decode rank {pusher.peer} took no data for "
+                    f"{self._timeouts.push:g} s"
+                ),
+            )
+            return False
+        with self._lock:
+            # The engine frees pages only after the room has failed or finished, so a room that is
+            # alive now was alive while its pages were read.
+            state = self._rooms.get(room)
+            if state is None or state.ended or pusher.peer not in state.digests:
+                pusher.grant(payload.nbytes)
+                return False
+            digests = state.digests[pusher.peer]
+            sequence = len(digests)
+        digest = chunk_digest(room, sequence, page_start, len(pages), payload.data)
+        digests.append(digest)
+        chunk = Chunk(room, sequence, page_start, len(pages), digest)
+        self._link.send(pusher.peer, chunk, payload.reshape(-1))
+        tokens = len(pages) * self._source.page_size
+        self.statistics.count_bytes(payload.nbytes, tokens)
+        with self._lock:
+            state.payload_bytes += payload.nbytes
+            state.deadline = max(state.deadline, time.monotonic() + self._timeouts.push)
+        return True
+
+    def _send_done(self, pusher: _Pusher, task: _Task) -> None:
+        assert task.metadata is not None
+        with self._lock:
+            state = self._rooms.get(task.room)
+            if state is None or state.ended:
+                return
+            digests = state.digests[pusher.peer]
+            state.done_sent.add(pusher.peer)
+            state.deadline = time.monotonic() + self._timeouts.ack
+        done = Done(
+            room=task.room,
+            chunks=len(digests),
+            pages=task.page_start + len(task.pages),
+            digest=room_digest(task.room, digests, task.metadata),
+        )
+        self._link.send(pusher.peer, done, np.frombuffer(task.metadata, dtype=np.uint8))
+
+
+class _Pusher:
+    """Sends to one decode rank, within the credit that it grants."""
+
+    def __init__(self, peer: str, layout: LatentLayout, sender: PrefillSender) -> None:
+        self.peer = peer
+        self.layout = layout
+        self.last_heard = time.monotonic()
+        self._sender = sender
+        self._credit = WINDOW_BYTES
+        self._tasks: deque[_Task] = deque()
+        self._condition = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=f"tpla-push-{peer}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: _Task) -> None:
+        """Queue a task."""
+        with self._condition:
+            self._tasks.append(task)
+            self._condition.notify_all()
+
+    def grant(self, payload_bytes: int) -> None:
+        """Credit came back."""
+        with self._condition:
+            self._credit += payload_bytes
+            self._condition.notify_all()
+
+    def take_credit(self, payload_bytes: int, timeout: float) -> bool:
+        """Wait for credit; a payload larger than the window goes alone."""
+        needed = min(payload_bytes, WINDOW_BYTES)
+        with self._condition:
+            granted = self._condition.wait_for(
+                lambda: self._stopped or self._credit >= needed, timeout
+            )
+            if not granted or self._stopped:
+                return False
+            self._credit -= payload_bytes
+            return True
+
+    def stop(self) -> None:
+        """End the thread after the chunk at hand."""
+        with self._condition:
+            self._stopped = True
+            self._tasks.clear()
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopped or self._tasks)
+                if self._stopped:
+                    return
+                task = self._tasks.popleft()
+            try:
+                self._sender.send_task(self, task)
+            except Exception as error:
+                logger.exception("KV push of room %d failed", task.room)
+                self._sender.abort(task.room, f"push failed: {error!r}")
