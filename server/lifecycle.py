@@ -1,0 +1,113 @@
+"""A uvicorn server that drains: startup, serve, drain, stop.
+
+uvicorn closes its listeners on SIGTERM, so that probes would find a dead port while requests still
+run. Here the listeners stay open until the last request has ended or the grace period is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import h11
+import structlog
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tpla.core.config.router import RouterConfig
+from tpla.server.app import build_app
+from tpla.server.service import GIVE_UP_SECONDS, Service
+
+log = structlog.get_logger("tpla.server")
+
+
+def serve(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
+    DrainingServer(config).run()
+
+
+class DrainingServer(uvicorn.Server):
+    """One router's HTTP server."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        app = build_app(config)
+        service = app.state.service
+        assert isinstance(service, Service)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                http=_protocol(config.client.head),
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=round(config.client.keep_alive),
+                timeout_graceful_shutdown=round(GIVE_UP_SECONDS),
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; on a second signal, leave at once.
+
+        The signal is not raised again after the drain, as uvicorn would: a drained router has done
+        what it was asked to and exits with status 0.
+        """
+        if self._service.draining:
+            self.should_exit = True
+            self.force_exit = True
+        else:
+            self._service.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        addresses = [s.getsockname()[:2] for server in self.servers for s in server.sockets]
+        log.info("listening", addresses=addresses)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to stop now."""
+        if self._service.draining and self._drain is None:
+            self._drain = asyncio.create_task(self._service.drain())
+        if self._drain is not None and self._drain.done():
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _protocol(head_seconds: float) -> type[H11Protocol]:
+    """uvicorn's protocol with a bound on how long a request's head may take.
+
+    uvicorn has none: a connection that sends nothing, or half a head, would stay for ever.
+    """
+
+    class BoundedHead(H11Protocol):
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._head_is_here()
+            elif self._head_timer is None:
+                self._await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head_is_here()
+            super().connection_lost(exc)
+
+        def _await_head(self) -> None:
+            self._head_timer = self.loop.call_later(head_seconds, self.transport.close)
+
+        def _head_is_here(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return BoundedHead
