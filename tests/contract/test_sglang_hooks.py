@@ -1,0 +1,83 @@
+"""SGLang 0.5.16 still is what the plug-in was written for; no server is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tpla.core.config import parse_worker_config
+from tpla.workers.launch import environment_for
+from tpla.workers.sglang_plugin.targets import ALL_HOOKED, ATTENTION_CLASS
+
+WORKER = {"role": "decode", "model": "/nowhere", "mode": "snapmla", "instance_id": "contract"}
+
+_RESOLVE = """
+import json, sys
+from tpla.core.errors import HookError
+from tpla.workers.sglang_plugin import selfcheck, targets
+problems = {}
+selfcheck.check_version()
+for target in (*targets.ALL_HOOKED, targets.ATTENTION_CLASS):
+    try:
+        selfcheck.resolve(target)
+    except HookError as error:
+        problems[target.path] = str(error)
+print("RESULT" + json.dumps(problems))
+"""
+
+_LOAD = """
+import json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from tpla.core.config import worker_config_from_environment
+from tpla.core.errors import HookError
+from tpla.workers.sglang_plugin.hooks import required_targets
+from tpla.workers.sglang_plugin.selfcheck import check_hooked
+required = required_targets(worker_config_from_environment())
+check_hooked(required)
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+backend = TransferBackend("tpla_zmq")
+names = {kind.name: get_kv_class(backend, kind).__module__ for kind in KVClassType}
+print("RESULT" + json.dumps({"required": [t.path for t in required], "classes": names}))
+"""
+
+
+def in_worker_process(code: str, expect: int = 0, **variables: str) -> tuple[object, str]:
+    """Run ``code`` with the environment of a CPU decode worker."""
+    import os
+
+    environment = {**os.environ, **environment_for(parse_worker_config(dict(WORKER))), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == expect, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return (json.loads(lines[-1].removeprefix("RESULT")) if lines else None), done.stderr
+
+
+def test_every_target_resolves_with_the_expected_signature() -> None:
+    problems, _ = in_worker_process(_RESOLVE)
+    assert problems == {}
+
+
+def test_targets_are_listed_once() -> None:
+    paths = [target.path for target in (*ALL_HOOKED, ATTENTION_CLASS)]
+    assert len(paths) == len(set(paths))
+
+
+def test_loading_the_plug_in_hooks_every_required_target() -> None:
+    result, _ = in_worker_process(_LOAD)
+    assert isinstance(result, dict)
+    assert len(result["required"]) >= 14
+    ours = {name for name, module in result["classes"].items() if module.startswith("tpla.")}
+    assert ours == {"MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER"}
+
+
+@pytest.mark.parametrize("hindrance", [{"SGLANG_PLUGINS": "some_other_plugin"}])
+def test_a_worker_whose_hooks_are_not_in_place_refuses_to_start(hindrance: dict[str, str]) -> None:
+    _, errors = in_worker_process(_LOAD, expect=1, **hindrance)
+    assert "the worker would serve plain MLA" in errors
+    assert "SGLANG_PLUGINS" in errors

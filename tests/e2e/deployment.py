@@ -1,0 +1,113 @@
+"""`deploy/launch.sh` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.e2e.servers import REPOSITORY, stop_tree
+from tpla.workers.deployment import free_ports
+
+MODEL = "tpla-reference"
+
+
+class Deployment:
+    """A running `deploy/launch.sh` and its endpoint."""
+
+    def __init__(self, log: Path, state: Path, *arguments: str) -> None:
+        (self.port,) = free_ports(1)
+        self.base = f"http://127.0.0.1:{self.port}"
+        self.state, self.log = state, log
+        command = [str(REPOSITORY / "deploy" / "launch.sh"), "--port", str(self.port)]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--state", str(state), *arguments],
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "COLUMNS": "200"},
+            )  # fmt: skip
+
+    def wait(self, timeout: float = 480) -> Deployment:
+        deadline = time.monotonic() + timeout
+        while "ready after" not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.5)
+        return self
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The router's view."""
+        return list(httpx.get(f"{self.base}/workers", timeout=30).json()["workers"])
+
+    def healthy(self, role: str, count: int, timeout: float = 240) -> None:
+        """Wait until the router sees ``count`` healthy workers of a role."""
+        deadline = time.monotonic() + timeout
+        while sum(w["healthy"] for w in self.workers() if w["role"] == role) != count:
+            assert time.monotonic() < deadline, self.workers()
+            time.sleep(0.5)
+
+    def accounting(self, worker: dict[str, Any]) -> dict[str, Any]:
+        """What one worker holds now."""
+        info = httpx.get(f"{worker['url']}/server_info", timeout=30).json()
+        return dict(info["internal_states"][0]["tpla"])
+
+    def idle(self, timeout: float = 60) -> None:
+        """Fails unless every worker and the router come to hold nothing."""
+        deadline = time.monotonic() + timeout
+        while held := self.held():
+            assert time.monotonic() < deadline, held
+            time.sleep(0.5)
+
+    def held(self) -> list[str]:
+        """What is still held, worker by worker."""
+        found = []
+        for worker in self.workers():
+            if not worker["healthy"]:
+                continue
+            account = self.accounting(worker)
+            pages = account["pool_tokens"] - account["free_tokens"] - account["cached_tokens"]
+            transfer = account["transfer"]
+            amounts = {
+                "pages": pages,
+                "running": account["running"],
+                "active": worker["active"],
+                **account["queues"],
+                **{k: transfer[k] for k in ("rooms", "statuses", "tracked_rooms")},
+            }
+            found += [f"{worker['id']}: {k}={v}" for k, v in amounts.items() if v]
+        return found
+
+    def kill(self, worker: dict[str, Any]) -> None:
+        """SIGKILL a worker and its ranks, as a crash of its host would."""
+        port = httpx.URL(worker["url"]).port
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, ValueError):
+                line = process.cmdline()
+                if "worker" in line and line[line.index("--port") + 1] == str(port):
+                    stop_tree(process.pid)
+                    return
+        raise AssertionError(f"no process of {worker}")
+
+    def interrupt(self) -> list[psutil.Process]:
+        """Ctrl-C; returns processes that are left over (there must be none)."""
+        parent = psutil.Process(self.process.pid)
+        family = parent.children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=5)
+        return list(alive)
+
+    def destroy(self) -> None:
+        """Whatever happened in the test, nothing stays."""
+        if self.process.poll() is None:
+            stop_tree(self.process.pid)

@@ -1,0 +1,202 @@
+"""Greedy tokens of real prefill and decode workers equal the independent reference's.
+
+A fleet is one prefill worker and decode workers of different kinds that it feeds at the same time.
+The fleets together cover every row format, group count, core, rank count and page size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.e2e.conftest import REFERENCE_MODEL, Conversions, StartWorker, worker_set
+from tests.e2e.independent_reference import Reference
+from tests.e2e.prompts import STOP, chat_prompts
+from tests.e2e.servers import Worker, ask, idle
+from tests.unit.checkpoints import edit_config, make_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+TOKENS = 20
+RESERVE_LITTLE = ("--num-reserved-decode-tokens", "16")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decode worker."""
+
+    mode: str
+    groups: int
+    core: int
+    kv_format: str
+    tp: int
+    extra: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.mode}-g{self.groups}-core{self.core}-{self.kv_format}-tp{self.tp}"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One prefill worker and the decode workers that it feeds at the same time."""
+
+    prefill_tp: int
+    page_size: int
+    decodes: tuple[Decode, ...]
+    family: str = "reference"
+
+    def __str__(self) -> str:
+        decodes = "+".join(map(str, self.decodes))
+        return f"{self.family}-prefill-tp{self.prefill_tp}-page{self.page_size}-{decodes}"
+
+
+FLEETS = (
+    Fleet(
+        1,
+        16,
+        (
+            Decode("tpla", 2, 0, "fp8", 2),
+            Decode("snapmla", 1, 0, "fp8", 1),
+            Decode("tpla", 4, 16, "bf16", 4),
+        ),
+    ),
+    Fleet(
+        2,
+        1,
+        (
+            # A pool of 1280 tokens cannot hold the test's requests, and admission that reserves
+            # little lets them in all the same: some are retracted and resumed.
+            Decode("tpla", 2, 16, "fp8", 2, ("--max-total-tokens", "1280", *RESERVE_LITTLE)),
+            Decode("mla", 1, 0, "fp32", 1),
+            Decode("tpla", 2, 32, "fp32", 4),
+        ),
+    ),
+    # DeepSeek-V3's shape: low-rank queries, mixture of experts, yarn RoPE.
+    Fleet(1, 16, (Decode("tpla", 2, 16, "fp8", 2),), "v3"),
+)
+
+
+def _every_decode() -> list[Decode]:
+    found = []
+    for kv_format in ("fp32", "bf16", "fp8"):
+        whole = "snapmla" if kv_format == "fp8" else "mla"
+        found += [Decode(whole, 1, 0, kv_format, tp) for tp in (1, 2, 4)]
+        for groups, core in ((2, 0), (2, 16), (4, 0), (4, 16)):
+            ranks = [tp for tp in (2, 4) if tp % groups == 0]
+            found += [Decode("tpla", groups, core, kv_format, tp) for tp in ranks]
+    return found
+
+
+MATRIX = [
+    pytest.param(Fleet(prefill_tp, page, (decode,)), marks=pytest.mark.matrix)
+    for prefill_tp, page in ((1, 1), (2, 64))
+    for decode in _every_decode()
+]
+
+
+@dataclass
+class Started:
+    prefill: Worker
+    decodes: dict[Decode, Worker]
+    models: dict[Decode, Path]
+    prompts: Callable[..., list[list[int]]]
+
+
+def random_prompts(count: int, seed: int = 1, longest: int = 400) -> list[list[int]]:
+    """For a model with random weights any bytes do."""
+    rng = Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randrange(3, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module", params=[*FLEETS, *MATRIX], ids=str)
+def fleet(
+    request: pytest.FixtureRequest,
+    conversions: Conversions,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Started]:
+    wanted: Fleet = request.param
+    models = _models(wanted, conversions)
+    with worker_set(tmp_path_factory.mktemp("logs")) as start_worker:
+        yield _start(wanted, models, start_worker)
+
+
+def _models(wanted: Fleet, conversions: Conversions) -> dict[Decode, Path]:
+    source = REFERENCE_MODEL
+    if wanted.family != "reference":
+        source = conversions.directory / f"tiny-{wanted.family}"
+        make_checkpoint(source, wanted.family)
+        # Fields that SGLang reads and HuggingFace's config leaves out.
+        edit_config(source, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    return {d: conversions.of(source, max(d.groups, 2), d.core) for d in wanted.decodes}
+
+
+def _start(wanted: Fleet, models: dict[Decode, Path], start_worker: StartWorker) -> Started:
+    page = ("--page-size", str(wanted.page_size))
+    prefill_tp = ("--tp-size", str(wanted.prefill_tp))
+    rotated = next(iter(models.values()))  # whatever the plan, the rotation is the same
+    prefill = start_worker("prefill", rotated, *page, *prefill_tp, "--chunked-prefill-size", "128",
+                           "--mode", "mla")  # fmt: skip
+    decodes = {}
+    for decode, model in models.items():
+        kind = ("--mode", decode.mode, "--kv-format", decode.kv_format)
+        tp = ("--tp-size", str(decode.tp))
+        decodes[decode] = start_worker("decode", model, *page, *kind, *tp, *decode.extra)
+    for worker in (prefill, *decodes.values()):
+        worker.wait()
+    prompts = chat_prompts if wanted.family == "reference" else random_prompts
+    return Started(prefill, decodes, models, prompts)
+
+
+def test_greedy_tokens_equal_the_reference(fleet: Started) -> None:
+    prompts = fleet.prompts(6)
+    for decode, worker in fleet.decodes.items():
+        reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1)
+        for prompt in prompts:
+            expected = reference.generate(prompt, TOKENS, STOP)
+            assert ask(fleet.prefill, worker, prompt, TOKENS).ids == expected, str(decode)
+
+
+def test_concurrent_requests_equal_the_same_requests_one_by_one(fleet: Started) -> None:
+    prompts = fleet.prompts(32, seed=5, longest=200)
+    decode, worker = next(iter(fleet.decodes.items()))
+    alone = [ask(fleet.prefill, worker, prompt, 12).ids for prompt in prompts]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda p: ask(fleet.prefill, worker, p, 12).ids, prompts))
+    assert together == alone, str(decode)
+
+
+def test_equality_survives_retraction(fleet: Started) -> None:
+    small = [d for d in fleet.decodes if d.extra]
+    if not small:
+        pytest.skip("no worker of this fleet has a small pool")
+    worker = fleet.decodes[small[0]]
+    prompts = [prompt[:60] for prompt in chat_prompts(12, seed=9, longest=60)]
+    alone = [ask(fleet.prefill, worker, prompt, 120, ignore_eos=True).ids for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(
+            pool.map(lambda p: ask(fleet.prefill, worker, p, 120, ignore_eos=True), prompts)
+        )
+    assert [answer.ids for answer in answers] == alone
+    retractions = [a.decode.json()["meta_info"].get("num_retractions", 0) for a in answers]
+    assert sum(retractions) > 0, "the pool was large enough: nothing was retracted"
+
+
+def test_nothing_is_held_when_idle_and_rows_have_their_true_size(fleet: Started) -> None:
+    for decode, worker in fleet.decodes.items():
+        ask(fleet.prefill, worker, fleet.prompts(1)[0], 2)
+        account = idle(worker)
+        config = json.loads((fleet.models[decode] / "config.json").read_text())
+        rope = config["qk_rope_head_dim"]
+        width = (config["kv_lora_rank"] - decode.core) // decode.groups + decode.core
+        expected = {"fp32": 4 * (width + rope), "bf16": 2 * (width + rope)}
+        row_bytes = expected.get(decode.kv_format, width + 4 + 2 * rope)
+        assert account["row_bytes"] == row_bytes
+        wire = account["transfer"]["payload_bytes"] / account["transfer"]["tokens"]
+        assert wire == config["num_hidden_layers"] * row_bytes
+    idle(fleet.prefill)

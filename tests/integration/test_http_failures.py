@@ -1,0 +1,351 @@
+"""Legs that fail: who is charged, what the client sees, and that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes.cluster import Cluster, cluster
+from tests.fakes.sglang_worker import MODEL, Faults, wait_until
+
+
+def events_of(system: Cluster, **fields: Any) -> list[str]:
+    """Data of each event of a streamed completion."""
+    answer = system.complete(stream=True, **fields)
+    assert answer.status_code == 200, answer.text
+    return [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The nested error object."""
+    body = answer.json()
+    assert set(body) == {"error"}, body
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in answer.text
+    return body["error"]
+
+
+def assert_charged(system: Cluster, role: str, reason: str) -> None:
+    """Exactly one leg was charged, and the other role's breaker saw nothing."""
+    assert system.metric("leg_failures_total", role=role, reason=reason) == 1
+    samples = [
+        sample
+        for metric in system.service.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "tpla_router_leg_failures_total"
+    ]
+    assert sum(sample.value for sample in samples) == 1, samples
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prefill_error_cancels_decode_and_is_charged_to_prefill(stream: bool) -> None:
+    with cluster() as system:
+        system.prefill[0].faults = Faults(status=500)
+        answer = system.complete(stream=stream)
+        assert answer.status_code == 502
+        assert error_of(answer)["code"] == "worker_failed"
+        system.wait_quiet()
+        assert_charged(system, "prefill", "status")
+        (decode,) = system.decode[0].seen
+        wait_until(lambda: system.decode[0].aborted == [decode.body["rid"]])
+        assert decode.outcome in ("disconnected", "running")
+        assert system.prefill[0].aborted == []
+
+
+def test_prefill_death_aborts_decode() -> None:
+    with cluster() as system:
+        system.prefill[0].faults = Faults(die=True)
+        answer = system.complete(stream=True)
+        assert answer.status_code == 502
+        system.wait_quiet()
+        assert_charged(system, "prefill", "disconnected")
+        wait_until(lambda: len(system.decode[0].aborted) == 1)
+        wait_until(lambda: system.client.get("/ready").status_code == 503)
+
+
+def test_decode_error_cancels_prefill_and_is_charged_to_decode() -> None:
+    with cluster() as system:
+        system.prefill[0].faults = Faults(delay=20)
+        system.decode[0].faults = Faults(status=500)
+        answer = system.complete()
+        assert answer.status_code == 502
+        assert_charged(system, "decode", "status")
+        wait_until(lambda: len(system.prefill[0].aborted) == 1)
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        (Faults(die_after=2, token_delay=0.1), "disconnected"),
+        (Faults(truncate_after=2, token_delay=0.1), "truncated"),
+        (Faults(error_after=2, token_delay=0.1), "status"),
+        (Faults(abort_after=2, token_delay=0.1), "aborted"),
+        (Faults(hang_after=2), "timeout"),
+    ],
+    ids=["dies", "truncates", "reports", "aborts", "hangs"],
+)
+def test_decode_failing_mid_stream_is_an_error_event(faults: Faults, reason: str) -> None:
+    with cluster(leg={"idle": 0.5}) as system:
+        system.decode[0].faults = faults
+        events = events_of(system, max_tokens=4)
+        assert "[DONE]" not in events
+        assert json.loads(events[0])["choices"][0]["text"] == "one "
+        error = json.loads(events[-1])["error"]
+        assert error["type"] == "upstream_error"
+        assert all("error" not in json.loads(event) for event in events[:-1])
+        system.wait_quiet()
+        assert_charged(system, "decode", reason)
+
+
+def test_openai_client_raises_on_a_mid_stream_failure() -> None:
+    with cluster() as system:
+        system.decode[0].faults = Faults(truncate_after=1, token_delay=0.1)
+        with openai.OpenAI(base_url=f"{system.url}/v1", api_key="x", max_retries=0) as client:
+            stream = client.completions.create(model=MODEL, prompt="a b", max_tokens=4, stream=True)
+            with pytest.raises(openai.APIError, match="ended its answer early"):
+                list(stream)
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "code"),
+    [
+        (Faults(abort_after=0), 502, "request_aborted"),
+        (Faults(error_after=0), 502, "worker_failed"),
+        (Faults(truncate_after=0), 502, "worker_failed"),
+        (Faults(garbage=True), 502, "worker_failed"),
+        (Faults(status=503), 503, "engine_full"),
+        (Faults(status=429), 503, "engine_full"),
+        (Faults(status=401), 502, "worker_failed"),
+        (Faults(hang=True), 504, "worker_timeout"),
+    ],
+)
+def test_decode_failing_before_its_first_token_has_a_status(
+    faults: Faults, status: int, code: str
+) -> None:
+    with cluster(leg={"first_byte": 0.5}) as system:
+        system.decode[0].faults = faults
+        answer = system.complete(stream=True)
+        assert (answer.status_code, error_of(answer)["code"]) == (status, code)
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_an_unstreamed_abort_is_not_a_200() -> None:
+    with cluster() as system:
+        system.decode[0].faults = Faults(abort_after=0)
+        answer = system.chat()
+        assert answer.status_code == 502
+        assert error_of(answer)["code"] == "request_aborted"
+
+
+def test_a_lost_kv_transfer_is_counted() -> None:
+    with cluster() as system:
+        system.prefill[0].faults = Faults(lose_kv=True)
+        answer = system.chat(stream=True)
+        assert (answer.status_code, error_of(answer)["code"]) == (502, "kv_transfer_failed")
+        assert system.metric("kv_transfer_failures_total") == 1
+
+
+def test_a_dead_prefill_is_charged_though_decode_complains_first() -> None:
+    with cluster(leg={"settle": 3.0}) as system:
+        system.prefill[0].faults = Faults(delay=0.5, die=False, hang=True)
+        system.decode[0].faults = Faults(status=500, message="KVTransferError(peer lost)")
+        system.prefill[0].thread.loop.call_soon_threadsafe(
+            system.prefill[0].thread.loop.call_later, 1.0, system.prefill[0]._die
+        )
+        assert system.complete().status_code == 502
+        assert_charged(system, "prefill", "disconnected")
+
+
+def test_prefill_dying_after_the_kv_landed_does_not_end_the_stream() -> None:
+    with cluster() as system:
+        # The KV lands first, then prefill hangs instead of answering, then dies.
+        system.prefill[0].faults = Faults(hang_after=0)
+        system.decode[0].faults = Faults(token_delay=0.1)
+        with system.client.stream(
+            "POST", "/v1/completions", json={"prompt": "a b", "max_tokens": 5, "stream": True}
+        ) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            system.prefill[0].kill()
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]"
+        assert_charged(system, "prefill", "disconnected")
+
+
+def test_a_client_error_is_relayed_and_counts_as_success() -> None:
+    with cluster(breaker={"failure_threshold": 1}) as system:
+        for _ in range(3):
+            answer = system.complete(seed=666)
+            assert answer.status_code == 400
+            assert error_of(answer)["message"] == "seed 666 is not allowed"
+        breakers = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
+        assert breakers == ["closed", "closed"]
+        assert system.complete().status_code == 200
+
+
+def test_too_long_a_prompt() -> None:
+    with cluster() as system:
+        error = error_of(system.complete("long " * 1000))
+        assert error["code"] == "context_length_exceeded"
+        assert error["type"] == "invalid_request_error"
+
+
+def test_busy_workers_do_not_open_breakers() -> None:
+    with cluster(breaker={"failure_threshold": 1}) as system:
+        system.decode[0].faults = Faults(status=503)
+        for _ in range(3):
+            assert system.complete().status_code == 503
+        system.decode[0].faults = Faults()
+        assert system.complete().status_code == 200
+
+
+def test_an_open_breaker_is_not_dispatched_to_and_recovers() -> None:
+    with cluster(breaker={"failure_threshold": 2, "timeout_secs": 1.0}) as system:
+        system.decode[0].faults = Faults(status=500)
+        for _ in range(2):
+            assert system.complete().status_code == 502
+        seen = len(system.decode[0].seen)
+        answer = system.complete()
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_worker")
+        assert len(system.decode[0].seen) == seen
+        states = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
+        assert states == ["closed", "open"]
+        system.decode[0].faults = Faults()
+        time.sleep(1.1)
+        assert system.complete().status_code == 200
+
+
+def test_retry_uses_another_pair() -> None:
+    with cluster(decode=2, retry={"max_retries": 2}) as system:
+        system.decode[0].faults = Faults(status=500)
+        for _ in range(4):
+            assert system.complete(stream=True, max_tokens=2).status_code == 200
+        assert system.metric("retries_total") == len(system.decode[0].seen) > 0
+
+
+def test_retry_uses_fresh_ids_and_rooms() -> None:
+    with cluster(retry={"max_retries": 3}) as system:
+        system.decode[0].faults = Faults(status=500, only=2)
+        assert system.complete().status_code == 200
+        bodies = [item.body for item in system.decode[0].seen]
+        assert len({body["rid"] for body in bodies}) == 3
+        assert len({body["bootstrap_room"] for body in bodies}) == 3
+
+
+def test_retries_are_bounded() -> None:
+    with cluster(retry={"max_retries": 2}) as system:
+        system.prefill[0].faults = Faults(status=500)
+        assert system.complete().status_code == 502
+        assert len(system.prefill[0].seen) == 3
+
+
+def test_a_stream_that_has_begun_is_not_retried() -> None:
+    with cluster(retry={"max_retries": 5}) as system:
+        system.decode[0].faults = Faults(truncate_after=1, token_delay=0.1)
+        assert "error" in events_of(system)[-1]
+        assert len(system.decode[0].seen) == 1
+
+
+def test_a_dead_worker_is_left_alone_at_once_and_comes_back() -> None:
+    with cluster(decode=2, retry={"max_retries": 2}, health={"interval_secs": 30}) as system:
+        system.decode[0].kill()
+        for _ in range(4):
+            assert system.complete().status_code == 200
+        listed = system.client.get("/workers").json()["workers"]
+        assert [w["healthy"] for w in listed] == [True, False, True]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_stopped_worker_does_not_hold_requests_until_their_deadline(role: str) -> None:
+    health = {"interval_secs": 0.1, "timeout_secs": 0.3, "failure_threshold": 2}
+    with cluster(2, 2, health=health, retry={"max_retries": 1}) as system:
+        stopped = (system.prefill if role == "prefill" else system.decode)[0]
+        stopped.faults = Faults(hang=True, health_delay=5, stopped=True)
+        begin = time.monotonic()
+        for _ in range(2):
+            assert system.complete(stream=False).status_code == 200
+        assert time.monotonic() - begin < 5
+        assert len(stopped.aborted) == len(stopped.seen) == 1
+
+
+def test_a_busy_scheduler_keeps_what_it_is_working_on() -> None:
+    health = {"interval_secs": 0.1, "timeout_secs": 0.2, "failure_threshold": 2}
+    with cluster(health=health) as system, ThreadPoolExecutor(1) as pool:
+        system.decode[0].faults = Faults(delay=2.0, health_delay=5)
+        answer = pool.submit(system.complete)
+        wait_until(lambda: system.client.get("/ready").status_code == 503)
+        assert answer.result().status_code == 200
+
+
+def test_no_worker_is_503() -> None:
+    with cluster(prefill=0, decode=0) as system:
+        answer = system.chat()
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "no_worker"
+        assert system.client.get("/ready").status_code == 503
+        assert system.client.get("/health").status_code == 200
+
+
+def test_the_whole_request_is_bounded() -> None:
+    with cluster(request_timeout_secs=0.5) as system:
+        system.decode[0].faults = Faults(hang=True)
+        answer = system.chat()
+        assert (answer.status_code, error_of(answer)["code"]) == (504, "request_timeout")
+        wait_until(lambda: len(system.decode[0].aborted) == 1)
+        breakers = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
+        assert breakers == ["closed", "closed"]
+        system.wait_quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_leaving_before_the_first_token_aborts_both_legs(stream: bool) -> None:
+    with cluster() as system:
+        system.prefill[0].faults = Faults(delay=15)
+        leave_after(system, stream=stream, first=0)
+        wait_until(lambda: len(system.prefill[0].aborted) == 1)
+        wait_until(lambda: len(system.decode[0].aborted) == 1)
+        wait_until(lambda: system.service.in_flight.count == 0)
+        assert system.metric("client_disconnects_total", when="before_first_token") == 1
+        system.prefill[0].faults = Faults()
+        begin = time.monotonic()
+        assert system.complete().status_code == 200
+        assert time.monotonic() - begin < 2
+
+
+def test_a_client_leaving_mid_stream_aborts_decode() -> None:
+    with cluster() as system:
+        system.decode[0].faults = Faults(token_delay=0.05)
+        leave_after(system, stream=True, first=1)
+        wait_until(lambda: len(system.decode[0].aborted) == 1)
+        system.wait_quiet()
+        assert system.decode[0].seen[0].outcome == "disconnected"
+        assert system.metric("client_disconnects_total", when="mid_stream") == 1
+        assert system.metric("leg_failures_total", role="decode", reason="disconnected") == 0
+
+
+def test_one_failed_sample_of_many_ends_all() -> None:
+    with cluster() as system:
+        system.decode[0].faults = Faults(status=500, only=1)
+        answer = system.complete(n=4)
+        assert answer.status_code == 502
+        system.wait_quiet()
+
+
+def leave_after(system: Cluster, *, stream: bool, first: int) -> None:
+    """Send a request, take ``first`` pieces of the answer, and close the connection."""
+    body = json.dumps({"prompt": "a b c", "max_tokens": 200, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", httpx.URL(system.url).port or 0)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        wait_until(lambda: system.decode[0].seen)
+        for _ in range(first):
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")

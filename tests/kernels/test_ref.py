@@ -1,0 +1,92 @@
+"""The torch references agree with float64 arithmetic written down naively."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.kernels.ref.latent_attention import latent_attention
+from tpla.kernels.ref.latent_rows import pack_rows, quantize_latent, unpack_rows
+
+
+def rows(tokens: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    latent = torch.randn(tokens, width, generator=generator)
+    return latent, torch.randn(tokens, 16, generator=generator)
+
+
+def naive(q_latent, q_rope, latent, rope, scale):  # type: ignore[no-untyped-def]
+    queries, heads = q_latent.shape[:2]
+    cached = latent.shape[0]
+    out = torch.zeros(queries, heads, latent.shape[1], dtype=torch.float64)
+    lse = torch.full((queries, heads), -math.inf, dtype=torch.float64)
+    for i in range(queries):
+        seen = cached - queries + i + 1
+        for h in range(heads):
+            logits = scale * (
+                latent[:seen].double() @ q_latent[i, h].double()
+                + rope[:seen].double() @ q_rope[i, h].double()
+            )
+            lse[i, h] = torch.logsumexp(logits, 0)
+            out[i, h] = torch.softmax(logits, 0) @ latent[:seen].double()
+    return out, lse
+
+
+@pytest.mark.parametrize(("queries", "cached"), [(1, 1), (1, 37), (5, 5), (3, 300), (300, 301)])
+def test_attention_equals_the_definition(queries: int, cached: int) -> None:
+    latent, rope = rows(cached, 24)
+    generator = torch.Generator().manual_seed(1)
+    q_latent = torch.randn(queries, 3, 24, generator=generator)
+    q_rope = torch.randn(queries, 3, 16, generator=generator)
+    out, lse = latent_attention(q_latent, q_rope, latent, rope, 0.2)
+    expected_out, expected_lse = naive(q_latent, q_rope, latent, rope, 0.2)
+    torch.testing.assert_close(out.double(), expected_out, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
+
+
+def test_attention_to_nothing_is_zero() -> None:
+    out, lse = latent_attention(
+        torch.ones(1, 2, 8), torch.ones(1, 2, 4), torch.empty(0, 8), torch.empty(0, 4), 1.0
+    )
+    assert torch.equal(out, torch.zeros(1, 2, 8))
+    assert torch.equal(lse, torch.full((1, 2), -math.inf))
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize("width", [16, 27])
+def test_rows_come_back_within_their_format(kv_format: KVFormat, width: int) -> None:
+    layout = LatentLayout(ShardPlan(width), 0, 16, kv_format)
+    latent, rope = rows(50, width)
+    packed = pack_rows(latent, rope, layout)
+    assert packed.shape == (50, layout.row_bytes) and packed.dtype == torch.uint8
+    latent_back, rope_back = unpack_rows(packed, layout)
+    latent_step = {"fp32": 0.0, "bf16": 2**-8, "fp8": 2**-4}[kv_format.value]
+    rope_step = {"fp32": 0.0, "bf16": 2**-8, "fp8": 2**-8}[kv_format.value]
+    floor = latent.abs().amax(-1, keepdim=True) * (2**-9 if kv_format is KVFormat.FP8 else 0)
+    assert ((latent_back - latent).abs() <= latent.abs() * latent_step + floor + 1e-12).all()
+    assert ((rope_back - rope).abs() <= rope.abs() * rope_step + 1e-12).all()
+
+
+def test_scales_are_per_token_and_saturate_nothing() -> None:
+    latent = torch.tensor([[448.0, -1.0], [1e-3, -2e-3], [0.0, 0.0], [1e30, 1e29]])
+    values, scale = quantize_latent(latent)
+    assert torch.isfinite(values.float()).all() and (scale > 0).all()
+    assert values.float().abs().amax(-1).tolist() == [448.0, 448.0, 0.0, 448.0]
+    torch.testing.assert_close(scale[:2], torch.tensor([1.0, 2e-3 / 448]))
+
+
+def test_a_zero_latent_keeps_its_rope_key() -> None:
+    layout = LatentLayout(ShardPlan(8), 0, 16, KVFormat.FP8)
+    _, rope = rows(1, 8)
+    _, rope_back = unpack_rows(pack_rows(torch.zeros(1, 8), rope, layout), layout)
+    torch.testing.assert_close(rope_back, rope, atol=0, rtol=2**-8)
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_packing_is_repeatable_bit_by_bit(kv_format: KVFormat) -> None:
+    layout = LatentLayout(ShardPlan(32, 2, 8), 1, 16, kv_format)
+    latent, rope = rows(20, layout.latent_width)
+    assert torch.equal(pack_rows(latent, rope, layout), pack_rows(latent, rope, layout))

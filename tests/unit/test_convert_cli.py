@@ -1,0 +1,185 @@
+"""``tpla convert`` and ``tpla eval`` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoints import make_checkpoint, write_text
+from tpla.convert import cli, pipeline
+from tpla.core.checkpoint import Manifest
+
+FIELDS = [
+    *("mode", "groups", "core_dims", "method", "kv_format", "context", "prefill", "tokens"),
+    *("ppl", "kl", "top1"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    make_checkpoint(folder / "source")
+    write_text(folder / "text.txt", 600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(folder: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = ["--groups", "2", "--core-dims", "16", "--calibration", folder / "text.txt"]
+        assert _run(patch, "convert", folder / "source", folder / "out", *arguments) == 0
+    return folder / "out"
+
+
+def test_convert_writes_what_was_asked_for(converted: Path) -> None:
+    manifest = Manifest.load(converted)
+    assert (manifest.plan.groups, manifest.plan.core_dims) == (2, 16)
+    assert (manifest.method, manifest.logit_scale) == ("pca", "fit")
+
+
+def test_eval_ppl_writes_one_row(
+    converted: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = folder / "ppl.json"
+    options = ["--mode", "tpla", "--kv-format", "fp8", "--context", "100", "--prefill", "40"]
+    status = _run(
+        monkeypatch,
+        *("eval", "ppl", converted, "--text", folder / "text.txt", "--json", out),
+        *options,
+    )
+    assert status == 0
+    row = json.loads(out.read_text())
+    assert list(row) == FIELDS
+    assert row["tokens"] == 6 * 59
+    assert (row["groups"], row["core_dims"], row["method"]) == (2, 16, "pca")
+    assert (row["kv_format"], row["context"], row["prefill"]) == ("fp8", 100, 40)
+    printed = capsys.readouterr().out
+    assert f"{row['ppl']:.4f}" in printed and f"{row['kl']:.6f}" in printed
+
+
+def test_eval_table_compares_the_modes(
+    converted: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = folder / "table.json"
+    arguments = ["table", converted, "--text", folder / "text.txt", "--context", "100"]
+    assert _run(monkeypatch, "eval", *arguments, "--json", out) == 0
+    rows = json.loads(out.read_text())
+    assert all(list(row) == FIELDS for row in rows)
+    assert [(row["mode"], row["prefill"], row["kv_format"]) for row in rows] == [
+        (mode, prefill, kv_format)
+        for mode in ("mla", "gla", "tpla")
+        for prefill in (0, 50)
+        for kv_format in ("fp32", "fp8")
+    ]
+
+
+def test_a_plain_checkpoint_can_be_measured_as_mla(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = folder / "mla.json"
+    arguments = ["ppl", folder / "source", "--text", folder / "text.txt", "--context", "100"]
+    status = _run(monkeypatch, "eval", *arguments, "--mode", "mla", "--json", out)
+    assert status == 0
+    row = json.loads(out.read_text())
+    assert (row["groups"], row["core_dims"], row["method"]) == (1, 0, "none")
+    assert (row["kl"], row["top1"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "nowhere", "out2"], "error: method=pca"),
+        (["convert", "source", "out2"], "error: method=pca"),
+        (["convert", "source", "out2", "--groups", "3", "--method", "identity"], "cannot share"),
+        (["convert", "source", "out2", "--calibration", "nowhere.txt"], "cannot read text"),
+        (
+            ["convert", "source", "out2", "--calibration", "text.txt", "--device", "warp"],
+            "device='warp'",
+        ),
+        (["eval", "ppl", "source", "--text", "text.txt", "--context", "99"], "tpla convert"),
+        (["eval", "ppl", "out", "--text", "text.txt", "--context", "9999"], "2..512"),
+        (
+            ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--prefill", "98"],
+            "leaves nothing to score",
+        ),
+        (
+            ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--prefill", "-1"],
+            "at least 0",
+        ),
+        (
+            ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--json", "no/no"],
+            "cannot write",
+        ),
+    ],
+)
+def test_bad_values_end_with_one_line_and_status_2(
+    converted: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    if arguments[1] == "nowhere":
+        message = "nowhere is not a folder"
+    assert _run(monkeypatch, *arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not (folder / "out2").exists()
+
+
+def test_a_terminated_conversion_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(pipeline, "_copy_other_files", terminate)
+    arguments = [folder / "source", folder / "out3", "--method", "identity", "--groups", "1"]
+    assert _run(monkeypatch, "convert", *arguments) == 143
+    assert not list(folder.glob("out3*"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "source"],
+        ["convert", "source", "out2", "--method", "svd"],
+        ["convert", "source", "out2", "--dtype", "int8"],
+        ["eval", "ppl", "out", "--text", "text.txt", "--mode", "mha"],
+    ],
+)
+def test_words_that_are_no_option_end_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    assert _run(monkeypatch, *arguments) == 2
+
+
+def test_options_stay_as_documented(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert _run(monkeypatch, "convert", "--help") == 0
+    text = capsys.readouterr().out
+    for option in (
+        *("--groups", "--method", "--core-dims", "--calibration", "--logit-scale"),
+        *("--max-tokens", "--context", "--per-document", "--dtype", "--seed"),
+        *("--device", "--compute-dtype"),
+    ):
+        assert option in text
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [f"tpla {command}", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        {"convert": cli.convert, "eval": cli.evaluate}[command]()
+    return int(stop.value.code or 0)

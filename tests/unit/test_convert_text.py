@@ -1,0 +1,94 @@
+"""Text files become token sequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoints import save_tokenizer
+from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def test_plain_text_is_one_document(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("hello wide world\n\nagain")
+    sequences = read_sequences(path, tokenizer, context=10, max_tokens=1000)
+    assert [len(ids) for ids in sequences] == [10, 10, 3]
+    assert tokenizer.decode([i for ids in sequences for i in ids.tolist()]) == path.read_text()
+
+
+def test_documents_follow_one_another(tokenizer: Any, tmp_path: Path) -> None:
+    path = _jsonl(tmp_path, {"text": "abcd"}, {"text": "efghij"})
+    assert _lengths(path, tokenizer, context=8) == [8, 2]
+    assert _lengths(path, tokenizer, context=8, per_document=True) == [4, 6]
+    assert _lengths(path, tokenizer, context=5, per_document=True) == [4, 5], "one token is no text"
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    (ids,) = read_sequences(_jsonl(tmp_path, {"messages": messages}), tokenizer, 99, 99)
+    assert tokenizer.decode(ids.tolist()) == "<s>hi</s><s>yo</s>"
+    assert ids.tolist().count(tokenizer.bos_token_id) == 2, "not one more by the tokenizer"
+
+
+@pytest.mark.parametrize("per_document", [False, True])
+def test_max_tokens_is_a_limit(tokenizer: Any, tmp_path: Path, per_document: bool) -> None:
+    path = _jsonl(tmp_path, *[{"text": "abcdefgh"}] * 50)
+    assert sum(_lengths(path, tokenizer, 6, max_tokens=27, per_document=per_document)) <= 27
+    assert sum(_lengths(path, tokenizer, 8, max_tokens=27, per_document=per_document)) == 27
+    plain = tmp_path / "a.txt"
+    plain.write_text("x" * 100_000)
+    assert sum(_lengths(plain, tokenizer, 8, max_tokens=27)) == 27
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"text.jsonl:1 is not JSON"),
+        ('{"body": "x"}', r'text.jsonl:1 has neither "text" nor "messages"'),
+        ("[1]", r"text.jsonl:1 has neither"),
+        ('{"text": "x"}', r"holds 1 tokens; give a longer text"),
+        ("", r"holds 0 tokens"),
+    ],
+)
+def test_bad_files_are_named(tokenizer: Any, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_sequences(path, tokenizer, 8, 100)
+
+
+def test_an_absent_file_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read text .*nowhere.txt"):
+        read_sequences(tmp_path / "nowhere.txt", tokenizer, 8, 100)
+
+
+def test_messages_need_a_template(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    path = _jsonl(tmp_path, {"messages": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(ConfigError, match="no chat template"):
+        read_sequences(path, load_tokenizer(tmp_path), 8, 100)
+
+
+def _jsonl(folder: Path, *records: dict[str, object]) -> Path:
+    path = folder / "text.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return path
+
+
+def _lengths(
+    path: Path, tokenizer: Any, context: int, max_tokens: int = 1000, per_document: bool = False
+) -> list[int]:
+    return [len(i) for i in read_sequences(path, tokenizer, context, max_tokens, per_document)]

@@ -1,0 +1,118 @@
+"""What SGLang's errors become, and how server-sent events are cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tpla.core.errors import BadRequest, NoWorker, TooLarge, UpstreamError
+from tpla.core.phases import Phase, Timeline
+from tpla.router import failures, sse
+from tpla.router.breaker import Verdict
+from tpla.router.failures import Reason
+
+FLAT = {"object": "error", "message": "bad seed", "type": "BadRequest", "param": None, "code": 400}
+NESTED = {"error": {"message": "bad seed", "type": "x", "param": "seed", "code": "c"}}
+
+
+@pytest.mark.parametrize("body", [FLAT, NESTED, {"error": FLAT}, {"message": "bad seed"}])
+def test_all_shapes_of_errors_become_one(body: dict[str, object]) -> None:
+    failure = failures.from_answer("prefill", 400, json.dumps(body).encode())
+    assert isinstance(failure.error, BadRequest)
+    assert failure.error.message == "bad seed"
+
+
+def test_param_and_code_survive_where_they_are_openai_like() -> None:
+    error = failures.from_answer("prefill", 400, json.dumps(NESTED).encode()).error
+    assert (error.param, error.code) == ("seed", "c")
+    error = failures.from_answer("prefill", 400, json.dumps(FLAT).encode()).error
+    assert (error.param, error.code) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "reason", "verdict", "retryable"),
+    [
+        (400, BadRequest, Reason.REFUSED, Verdict.SUCCESS, False),
+        (422, BadRequest, Reason.REFUSED, Verdict.SUCCESS, False),
+        (413, TooLarge, Reason.REFUSED, Verdict.SUCCESS, False),
+        (401, UpstreamError, Reason.STATUS, Verdict.NEUTRAL, True),
+        (404, UpstreamError, Reason.STATUS, Verdict.NEUTRAL, True),
+        (429, NoWorker, Reason.BUSY, Verdict.NEUTRAL, True),
+        (503, NoWorker, Reason.BUSY, Verdict.NEUTRAL, True),
+        (500, UpstreamError, Reason.STATUS, Verdict.FAILURE, True),
+        (502, UpstreamError, Reason.STATUS, Verdict.FAILURE, True),
+    ],
+)
+def test_statuses(
+    status: int, kind: type, reason: Reason, verdict: Verdict, retryable: bool
+) -> None:
+    failure = failures.from_answer("decode", status, b"<html>not json</html>")
+    assert type(failure.error) is kind
+    assert (failure.reason, failure.verdict, failure.retryable) == (reason, verdict, retryable)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Prefill transfer failed for request rank=0 with exception KVTransferError(x)",
+        "Decode handshake failed for request",
+        "KV transfer timed out",
+    ],
+)
+def test_transfer_failures_are_told_apart(message: str) -> None:
+    error = {"object": "error", "message": message, "code": 500}
+    assert failures.from_event("decode", error).reason is Reason.KV_TRANSFER
+    assert failures.aborted("decode", message).error.code == "kv_transfer_failed"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+        "Requested token count exceeds the model's maximum context length of 4096 tokens.",
+        "Request x exceeds the maximum number of tokens: 5 > 4",
+    ],
+)
+def test_context_length(message: str) -> None:
+    failure = failures.from_event("prefill", {"message": message, "code": 400})
+    assert failure.error.code == "context_length_exceeded"
+    assert failure.reason is Reason.REFUSED
+
+
+@pytest.mark.parametrize("error", ["text", {"detail": [{"msg": "x"}]}, None, 5, []])
+def test_odd_errors_do_not_crash(error: object) -> None:
+    assert failures.from_event("decode", error).error.status == 502
+
+
+WHOLE = b'data: {"a": 1}\n\ndata: {"b": 2}\r\n\r\n: comment\n\nevent: x\ndata: one\ndata: two\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_cut_anywhere(size: int) -> None:
+    parser = sse.EventParser()
+    found = []
+    for start in range(0, len(WHOLE), size):
+        found += parser.feed(WHOLE[start : start + size])
+    assert found == [b'{"a": 1}', b'{"b": 2}', b"one\ntwo"]
+
+
+def test_an_event_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    parser = sse.EventParser()
+    with pytest.raises(sse.EventTooLong):
+        for _ in range(20):
+            list(parser.feed(b"data: 12345"))
+
+
+def test_timeline_orders_phases_and_keeps_the_latest() -> None:
+    now = [0.0]
+    timeline = Timeline(lambda: now[0])
+    for at, phase in ((1, Phase.DISPATCHED), (2, Phase.DISPATCHED), (3, Phase.FINISHED)):
+        now[0] = at
+        timeline.mark(phase)
+    now[0] = 9
+    timeline.mark_once(Phase.FINISHED)
+    assert timeline.since_received() == {"received": 0, "dispatched": 2000, "finished": 3000}
+    assert timeline.seconds(Phase.DISPATCHED, Phase.FINISHED) == 1
+    assert timeline.seconds(Phase.QUEUED, Phase.FINISHED) is None

@@ -1,0 +1,134 @@
+"""The tables of accepted fields against SGLang's and OpenAI's own, and the merging of samples."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsBase as OpenAIChat,
+)
+from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
+
+from tpla.core.errors import BadRequest
+from tpla.server.openai_protocol import (
+    ROUTER_FIELDS,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+)
+from tpla.server.record import forwarded_headers, request_id_of
+from tpla.server.samples import merge_usage, parse_chat, parse_completion
+
+
+def sglang_fields(class_name: str) -> set[str]:
+    """Fields of a request model of SGLang, read from its source: importing it takes 20 s."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("sglang is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    tree = ast.parse((root / "srt/entrypoints/openai/protocol.py").read_text())
+    (found,) = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
+    ]
+    return {
+        item.target.id
+        for item in found.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_every_field_of_sglang_is_known(model: type[Any]) -> None:
+    theirs = sglang_fields(model.__name__.replace("ChatRequest", "ChatCompletionRequest"))
+    assert len(theirs) > 40
+    assert theirs - set(model.model_fields) - ROUTER_FIELDS == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "theirs"), [(ChatRequest, OpenAIChat), (CompletionRequest, OpenAICompletion)]
+)
+def test_every_field_of_openai_is_known(model: type[Any], theirs: Any) -> None:
+    names = set(theirs.__annotations__) | {"stream"}
+    assert names - set(model.model_fields) - UNSUPPORTED == set()
+
+
+def test_no_field_is_invented() -> None:
+    chat = sglang_fields("ChatCompletionRequest") | set(OpenAIChat.__annotations__)
+    # SGLang reads "reasoning" before it validates, so its model does not declare it.
+    assert set(ChatRequest.model_fields) - chat == {"reasoning"}
+    completion = sglang_fields("CompletionRequest") | set(OpenAICompletion.__annotations__)
+    assert set(CompletionRequest.model_fields) - completion == set()
+
+
+def test_fields_without_effect_are_those_that_sglang_does_not_have() -> None:
+    assert WITHOUT_EFFECT & sglang_fields("ChatCompletionRequest") == set()
+    assert set(ChatRequest.model_fields) >= WITHOUT_EFFECT
+
+
+def test_samples_of_a_chat() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "n": 3,
+        "seed": 2**63 - 1,
+        "rid": "mine",
+        "store": True,
+        "user": None,
+    }
+    request = parse_chat(body)
+    assert [sample.body["seed"] for sample in request.samples] == [2**63 - 1, -(2**63), 1 - 2**63]
+    assert all(set(sample.body) == {"messages", "seed"} for sample in request.samples)
+    assert request.samples[0].prompt == "user\nhi"
+
+
+def test_conversations_that_begin_alike_have_keys_that_begin_alike() -> None:
+    first = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    second = [*first, {"role": "user", "content": "more"}]
+    keys = [parse_chat({"messages": list(m)}).samples[0].prompt for m in (first, second)]
+    assert keys[1].startswith(keys[0])
+
+
+def test_samples_of_many_prompts() -> None:
+    request = parse_completion({"prompt": [[1, 2], [3]], "n": 2, "seed": 5, "best_of": 2})
+    assert [(s.body["prompt"], s.body["seed"]) for s in request.samples] == [
+        ([1, 2], 5), ([1, 2], 6), ([3], 7), ([3], 8),
+    ]  # fmt: skip
+    assert all("n" not in s.body and "best_of" not in s.body for s in request.samples)
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    usage = {
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "reasoning_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert merge_usage([usage, usage, usage, None], 2) == {
+        "prompt_tokens": 20,
+        "completion_tokens": 9,
+        "reasoning_tokens": 3,
+        "total_tokens": 29,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+
+
+def test_a_rule_about_two_fields_names_the_one_at_fault() -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_completion({"prompt": "x", "regex": "a", "ebnf": "b"})
+    assert caught.value.param == "regex"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\nb", "ä"])
+def test_unfit_request_ids_are_replaced(given: str) -> None:
+    assert request_id_of({"x-request-id": given}).startswith("req-")
+
+
+def test_only_well_formed_trace_headers_are_forwarded() -> None:
+    assert "traceparent" not in forwarded_headers({"traceparent": "x\r\ny: z"}, "id")
+    good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    forwarded = forwarded_headers({"traceparent": good, "tracestate": "ä"}, "id")
+    assert forwarded["traceparent"] == good and "tracestate" not in forwarded

@@ -1,0 +1,254 @@
+"""KV transfer: pages arrive whole on every decode rank, or the request fails and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.transfer_pair import METADATA, Pair, eventually, expected_rows
+from tpla.core.config import FaultPlan, TransferTimeouts
+from tpla.core.errors import (
+    ChecksumMismatch,
+    LayoutMismatch,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+
+ROOM = 7_000_000_000_000_000_001
+PAGES, TARGET = [3, 9, 4, 1, 8], [11, 12, 13, 2, 6]
+IMPATIENT = TransferTimeouts(handshake=0.4, reserve=0.4, push=0.4, ack=0.4)
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(*args: Any, **kwargs: Any) -> Pair:
+        pairs.append(Pair(*args, **kwargs))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def finish(pair: Pair, room: int = ROOM) -> None:
+    pair.sender.forget(room)
+    for rank in pair.ranks:
+        rank.receiver.forget(room)
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_rank_gets_its_own_rows_at_its_own_pages(
+    make_pair: Callable[..., Pair], kind: str, groups: int
+) -> None:
+    pair = make_pair(kind, groups)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.push(ROOM, PAGES[:2], last=False)
+    pair.push(ROOM, PAGES[2:], start=2)
+    assert eventually(lambda: ROOM in pair.events.done)
+    for rank in pair.ranks:
+        assert rank.events.done == {ROOM: METADATA}
+        for source, target in zip(PAGES, TARGET, strict=True):
+            expected = expected_rows(source, rank.pool.layout)
+            np.testing.assert_array_equal(rank.pool.written[target], expected)
+    finish(pair)
+    assert pair.idle()
+
+
+def test_the_wire_carries_only_each_ranks_own_bytes(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("fake", 2)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.done)
+    row_bytes = pair.ranks[0].pool.layout.row_bytes
+    assert row_bytes == 32 + 4 + 2 * 16
+    account = pair.ranks[0].receiver.accounting()
+    assert account["payload_bytes"] == len(PAGES) * 4 * 3 * row_bytes
+    payload_bytes, seconds = pair.sender.transferred(ROOM)
+    assert payload_bytes == 2 * account["payload_bytes"] and seconds > 0
+
+
+@pytest.mark.parametrize("order", ["reserve first", "open first"])
+def test_the_two_legs_may_arrive_in_any_order(make_pair: Callable[..., Pair], order: str) -> None:
+    pair = make_pair("fake", 2)
+    if order == "open first":
+        pair.sender.open(ROOM)
+        assert not eventually(lambda: ROOM in pair.events.ready, 0.1)
+        pair.reserve(ROOM, TARGET)
+    else:
+        pair.reserve(ROOM, TARGET)
+        assert not eventually(lambda: ROOM in pair.events.ready, 0.1)
+        pair.sender.open(ROOM)
+    assert eventually(lambda: ROOM in pair.events.ready)
+
+
+def test_prefill_is_ready_only_when_every_decode_rank_has_reserved(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 4)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET, pair.ranks[:3])
+    assert not eventually(lambda: ROOM in pair.events.ready, 0.2)
+    pair.reserve(ROOM, TARGET, pair.ranks[3:])
+    assert eventually(lambda: ROOM in pair.events.ready)
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("fault", ["flip", "drop"])
+def test_a_damaged_or_lost_chunk_fails_the_request_on_both_sides(
+    make_pair: Callable[..., Pair], kind: str, fault: str
+) -> None:
+    pair = make_pair(kind, 1, FaultPlan(kind=fault))
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    assert isinstance(pair.ranks[0].events.failed[ROOM], ChecksumMismatch)
+    assert pair.ranks[0].events.done == {}
+    finish(pair)
+    assert pair.idle()
+
+    pair.sender.open(ROOM + 1)
+    pair.reserve(ROOM + 1, TARGET)
+    assert eventually(lambda: ROOM + 1 in pair.events.ready)
+    pair.push(ROOM + 1, PAGES)
+    assert eventually(lambda: ROOM + 1 in pair.ranks[0].events.done)
+
+
+def test_other_weights_or_rotation_are_refused_with_both_values(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 1, decode_fingerprint="0" * 64)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    error = pair.ranks[0].events.failed[ROOM]
+    assert isinstance(error, LayoutMismatch)
+    assert "0" * 64 in str(error) and "f" * 64 in str(error)
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+def test_decode_frees_pages_only_after_prefill_has_acknowledged_the_abort(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair = make_pair(kind, 2)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.ranks[0].receiver.abort(ROOM, "client left")
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    assert isinstance(pair.events.failed[ROOM], TransferAborted)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.ranks[1].events.failed)
+    assert pair.ranks[0].pool.written == {} and pair.ranks[1].pool.written == {}
+    finish(pair)
+    assert pair.idle()
+
+
+def test_nothing_is_written_after_a_fence(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("fake", 1)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.ranks[0].receiver.fence(ROOM)
+    pair.ranks[0].receiver.forget(ROOM)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert pair.ranks[0].pool.written == {}
+    pair.sender.forget(ROOM)
+    assert eventually(pair.idle)
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair = make_pair(kind, 2)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.sender.close()
+    for rank in pair.ranks:
+        assert eventually(lambda rank=rank: ROOM in rank.events.failed)
+        assert "gone" in str(rank.events.failed[ROOM])
+        assert rank.lost == [pair.endpoint]
+        assert rank.receiver.accounting()["peers"] == 0
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+def test_a_decode_rank_that_dies_fails_its_rooms(make_pair: Callable[..., Pair], kind: str) -> None:
+    pair = make_pair(kind, 2, timeouts=TransferTimeouts(handshake=2, reserve=2, push=2.5, ack=2))
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.ranks[1].receiver.close()
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert eventually(
+        lambda: ROOM in pair.ranks[0].events.failed or ROOM in pair.ranks[0].events.done
+    )
+
+
+def test_an_unreachable_prefill_fails_the_request(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("zmq", 1)
+    pair.sender.close()
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    assert isinstance(pair.ranks[0].events.failed[ROOM], TransferError)
+
+
+def test_a_decode_leg_without_prefill_leg_times_out(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("fake", 1, timeouts=IMPATIENT)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    error = str(pair.ranks[0].events.failed[ROOM])  # whichever side's patience ends first
+    assert "prefill leg" in error and "--transfer-timeout" in error
+    pair.ranks[0].receiver.forget(ROOM)
+    assert eventually(pair.idle)
+
+
+def test_a_prefill_leg_without_decode_leg_times_out(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("fake", 1, timeouts=IMPATIENT)
+    pair.sender.open(ROOM)
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert isinstance(pair.events.failed[ROOM], TransferTimeout)
+
+
+def test_a_slow_prefill_keeps_its_lease(make_pair: Callable[..., Pair]) -> None:
+    timeouts = TransferTimeouts(handshake=1.5, reserve=1.5, push=1.5, ack=1.5)
+    pair = make_pair("fake", 1, timeouts=timeouts)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert not eventually(lambda: bool(pair.events.failed or pair.ranks[0].events.failed), 3.5)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.done)
+
+
+def test_a_request_larger_than_the_window_arrives_whole(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpla.workers.transfer.sender.CHUNK_BYTES", 2_000)
+    monkeypatch.setattr("tpla.workers.transfer.sender.WINDOW_BYTES", 3_000)
+    pair = make_pair("zmq", 2)
+    pages = list(range(100))
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, pages)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.push(ROOM, pages)
+    assert eventually(lambda: ROOM in pair.events.done)
+    for rank in pair.ranks:
+        assert len(rank.pool.written) == 100
+        expected = expected_rows(57, rank.pool.layout)
+        np.testing.assert_array_equal(rank.pool.written[57], expected)

@@ -1,0 +1,138 @@
+"""A worker's command line: what fits together starts, what does not says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoints import make_checkpoint
+from tpla.core.checkpoint import Manifest, fingerprint
+from tpla.core.config import Mode, Role
+from tpla.core.errors import CheckpointError, ConfigError
+from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.workers.deployment import DeploymentOptions, free_ports, plan_deployment
+from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    scales = [[[1.0, 1.0]] * 4] * 2
+    mark = fingerprint(directory)
+    Manifest(ShardPlan(64, 2), "identity", "one", scales, [], mark, mark).save(directory)
+    return directory
+
+
+def options(model: Path, **changes: Any) -> WorkerOptions:
+    values: dict[str, Any] = {
+        "role": Role.DECODE, "model": model, "mode": Mode.TPLA, "groups": None, "kv_format": None,
+        "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu", "fault": None,
+        "sglang_arguments": ("--tp-size", "2"),
+    }  # fmt: skip
+    return WorkerOptions(**{**values, **changes})
+
+
+def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> None:
+    config = configure(options(converted))
+    assert config.groups == 2 and config.kv_format is KVFormat.FP8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": 4}, "converted for 2"),
+        ({"sglang_arguments": ("--tp-size", "3")}, "not a multiple of 2"),
+        ({"sglang_arguments": ("--tp-size=none",)}, "not a positive whole number"),
+        ({"mode": Mode.SNAPMLA, "groups": 2}, "use groups=1"),
+        ({"mode": Mode.SNAPMLA, "kv_format": "bf16"}, "use mode mla"),
+        ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
+        ({"kv_format": "int4"}, "kv_format='int4'"),
+        ({"transfer": "rdma"}, "transfer='rdma'"),
+        ({"transfer_timeout": 0.0}, "greater than 0"),
+        ({"fault": "explode"}, "fault.kind='explode'"),
+        ({"device": "cuda"}, "use --device cpu"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(
+    converted: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configure(options(converted, **changes))
+
+
+def test_an_unconverted_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="tpla convert"):
+        configure(options(plain))
+    assert configure(options(plain, mode=Mode.SNAPMLA)).groups == 1
+
+
+def test_other_weights_than_the_manifest_describes_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    Manifest(ShardPlan(64, 2), "pca", "one", [], [], "0" * 64, "0" * 64).save(model)
+    with pytest.raises(CheckpointError, match="convert the model again"):
+        configure(options(model))
+
+
+def test_the_users_sglang_flags_win_over_our_defaults(converted: Path) -> None:
+    config = configure(options(converted))
+    line = sglang_command_line(config, ("--host", "0.0.0.0", "--dtype=bfloat16"))
+    assert line.count("--host") == 1 and "127.0.0.1" not in line
+    assert "--dtype=bfloat16" in line and "float32" not in line
+    assert line[line.index("--disaggregation-mode") + 1] == "decode"
+
+
+def test_the_configuration_survives_the_way_to_the_ranks(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpla.core.config import worker_config_from_environment
+
+    config = configure(options(converted, fault="flip:after=3"))
+    for name, value in environment_for(config).items():
+        monkeypatch.setenv(name, value)
+    assert worker_config_from_environment() == config
+
+
+def deployment(tmp_path: Path, **changes: Any) -> DeploymentOptions:
+    values: dict[str, Any] = {
+        "prefill": 2, "decode": 4, "model": tmp_path, "mode": Mode.SNAPMLA, "groups": 1,
+        "core_dims": None, "kv_format": None, "transfer": "zmq", "transfer_timeout": 30.0,
+        "prefill_tp": 1, "decode_tp": 2, "host": "127.0.0.1", "port": 8000,
+        "state": tmp_path / "state", "calibration": None,
+    }  # fmt: skip
+    return DeploymentOptions(**{**values, **changes})
+
+
+def test_ranks_are_divided_into_workers_that_the_router_knows(tmp_path: Path) -> None:
+    plan = plan_deployment(deployment(tmp_path))
+    names = [worker.name for worker in plan.workers]
+    assert names == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    for worker in plan.workers:
+        url = worker.ready_url.removesuffix("/health")
+        assert url in plan.router.command
+
+
+def test_every_process_has_ports_of_its_own() -> None:
+    assert len(set(free_ports(200))) == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decode": 3}, "multiple of 2"),
+        ({"prefill": 0}, "--prefill 0"),
+        ({"mode": Mode.TPLA, "groups": 4}, "not a multiple of --groups 4"),
+    ],
+)
+def test_impossible_deployments_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_deployment(deployment(tmp_path, **changes))
+
+
+def test_an_unconverted_model_of_the_users_own_needs_text(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--calibration"):
+        plan_deployment(deployment(tmp_path, mode=Mode.TPLA, groups=2))

@@ -1,0 +1,146 @@
+"""A prefill rank and decode ranks in one process, over the fake link or over real ZMQ."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tpla.core.config import FaultPlan, TransferTimeouts
+from tpla.core.errors import TransferError
+from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.workers.transfer.fake_link import FakeLink
+from tpla.workers.transfer.faults import FaultyLink
+from tpla.workers.transfer.protocol import Identity, Link, Pages, Reservation, Rows
+from tpla.workers.transfer.receiver import DecodeReceiver
+from tpla.workers.transfer.sender import PrefillSender
+from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
+
+LAYERS, PAGE_SIZE, METADATA = 3, 4, b"first token!"
+TIMEOUTS = TransferTimeouts(handshake=2, reserve=2, push=2, ack=2)
+
+
+def identity(name: str, fingerprint: str = "f" * 64) -> Identity:
+    return Identity(name, fingerprint, len(METADATA), kv_lora_rank=64, qk_rope_head_dim=16)
+
+
+@dataclass
+class Events:
+    """Remembers what became of each room."""
+
+    ready: set[int] = field(default_factory=set)
+    done: dict[int, bytes] = field(default_factory=dict)
+    failed: dict[int, TransferError] = field(default_factory=dict)
+
+    def on_ready(self, room: int, decode_prefix_len: int) -> None:
+        self.ready.add(room)
+
+    def on_done(self, room: int, metadata: bytes) -> None:
+        self.done[room] = metadata
+
+    def on_failed(self, room: int, error: TransferError) -> None:
+        self.failed[room] = error
+
+
+class Pool:
+    """Pages whose rows depend on page, layer and layout, so that a misplaced byte shows."""
+
+    num_layers, page_size = LAYERS, PAGE_SIZE
+
+    def __init__(self, layout: LatentLayout | None = None) -> None:
+        if layout is not None:
+            self.layout = layout
+        self.written: dict[int, np.ndarray] = {}
+        self.lock = threading.Lock()
+
+    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
+        return np.concatenate([expected_rows(int(page), layout) for page in pages], axis=1)
+
+    def write(self, pages: Pages, rows: Rows) -> None:
+        with self.lock:
+            for index, page in enumerate(pages):
+                span = slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
+                self.written[int(page)] = rows[:, span].copy()
+
+
+def expected_rows(page: int, layout: LatentLayout) -> np.ndarray:
+    generator = np.random.default_rng([page, layout.group])
+    shape = (LAYERS, PAGE_SIZE, layout.row_bytes)
+    return generator.integers(0, 256, shape, dtype=np.uint8)
+
+
+class Rank:
+    """One decode rank."""
+
+    def __init__(
+        self, link: Link, group: int, groups: int, fingerprint: str, timeouts: TransferTimeouts
+    ) -> None:
+        layout = LatentLayout(ShardPlan(64, groups), group, 16, KVFormat.FP8)
+        self.pool = Pool(layout)
+        self.events = Events()
+        self.lost: list[str] = []
+        self.receiver = DecodeReceiver(
+            link, self.pool, identity(f"d{group}", fingerprint), timeouts, self.events,
+            self.lost.append,
+        )  # fmt: skip
+
+
+class Pair:
+    """One prefill rank and ``groups`` decode ranks."""
+
+    def __init__(
+        self,
+        kind: str = "fake",
+        groups: int = 2,
+        fault: FaultPlan | None = None,
+        decode_fingerprint: str = "f" * 64,
+        timeouts: TransferTimeouts = TIMEOUTS,
+    ) -> None:
+        if kind == "fake":
+            server: Link = FakeLink()
+            self.endpoint = server.endpoint  # type: ignore[attr-defined]
+            clients: list[Link] = [FakeLink(f"decode{rank}") for rank in range(groups)]
+        else:
+            zmq_server = ZmqServerLink("127.0.0.1")
+            server, self.endpoint = zmq_server, f"tcp://127.0.0.1:{zmq_server.port}"
+            clients = [ZmqClientLink(f"decode{rank}") for rank in range(groups)]
+        self.events = Events()
+        link = server if fault is None else FaultyLink(server, fault)
+        self.sender = PrefillSender(link, Pool(), identity("p"), timeouts, self.events)
+        self.ranks = [
+            Rank(client, group, groups, decode_fingerprint, timeouts)
+            for group, client in enumerate(clients)
+        ]
+
+    def reserve(self, room: int, pages: list[int], ranks: list[Rank] | None = None) -> None:
+        for rank in ranks or self.ranks:
+            rank.receiver.expect(room, [self.endpoint])
+            rank.receiver.greet(self.endpoint)
+            rank.receiver.reserve(
+                room,
+                Reservation(np.array(pages, np.int32), self.endpoint, (), len(self.ranks), 0),
+            )
+
+    def push(self, room: int, pages: list[int], start: int = 0, last: bool = True) -> None:
+        self.sender.push(room, start, np.array(pages, np.int32), METADATA if last else None)
+
+    def idle(self) -> bool:
+        accounts = [self.sender.accounting(), *(r.receiver.accounting() for r in self.ranks)]
+        return all(account["rooms"] == 0 for account in accounts)
+
+    def close(self) -> None:
+        self.sender.close()
+        for rank in self.ranks:
+            rank.receiver.close()
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return condition()
