@@ -1,0 +1,276 @@
+"""KV transfer over ZMQ on loopback beside a plain TCP copy, in one run.
+
+    python -m tpla.benchmarks.transfer --json OUT
+
+Two processes, as in serving: one prefill rank sends rows to one decode rank. The plain copy moves
+as many bytes through one TCP connection between the same two processes, ``sendall`` from and
+``recv_into`` a buffer. Three figures for the transfer, each the median of the repetitions:
+
+* ``wire``: rows lie ready, as a page gather on a GPU would leave them; checksum, ZMQ, credit and
+  acknowledgement included;
+* ``stored``: also written into the decode pool's pages;
+* ``whole``: also gathered from the prefill pool's pages, sliced and quantised to FP8 on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import platform
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from tpla.core.config import TransferTimeouts
+from tpla.core.errors import TransferError
+from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.workers.transfer.protocol import Identity, Pages, Reservation, Rows
+from tpla.workers.transfer.receiver import DecodeReceiver
+from tpla.workers.transfer.sender import PrefillSender
+from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
+
+LAYERS, PAGE_SIZE, METADATA = 27, 64, bytes(64)
+KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
+IDENTITY = Identity("benchmark", "0" * 64, len(METADATA), KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+LAYOUT = LatentLayout(ShardPlan(KV_LORA_RANK, 2), 0, QK_ROPE_HEAD_DIM, KVFormat.FP8)
+TIMEOUTS = TransferTimeouts()
+_SPARE_PAGES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is on the way from pages to pages."""
+
+    name: str
+    packs: bool
+    stores: bool
+
+
+CASES = (Case("wire", False, False), Case("stored", False, True), Case("whole", True, True))
+
+
+class _Events:
+    """Signals the end of a room to whoever waits."""
+
+    def __init__(self) -> None:
+        self.ready, self.done = threading.Event(), threading.Event()
+        self.error: TransferError | None = None
+
+    def on_ready(self, room: int, decode_prefix_len: int) -> None:
+        self.ready.set()
+
+    def on_done(self, room: int, metadata: bytes) -> None:
+        self.done.set()
+
+    def on_failed(self, room: int, error: TransferError) -> None:
+        self.error = error
+        self.ready.set()
+        self.done.set()
+
+
+class _ReadyRows:
+    """A source whose rows were packed before."""
+
+    num_layers, page_size = LAYERS, PAGE_SIZE
+
+    def __init__(self, pages: int) -> None:
+        generator = np.random.default_rng(0)
+        shape = (LAYERS, min(pages, 64) * PAGE_SIZE, LAYOUT.row_bytes)
+        self._rows = generator.integers(0, 256, shape, dtype=np.uint8)
+
+    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
+        tokens = len(pages) * PAGE_SIZE
+        return self._rows.reshape(-1)[: LAYERS * tokens * layout.row_bytes].reshape(
+            LAYERS, tokens, layout.row_bytes
+        )
+
+
+class _Discard:
+    """A sink that drops what arrives."""
+
+    num_layers, page_size, layout = LAYERS, PAGE_SIZE, LAYOUT
+
+    def write(self, pages: Pages, rows: Rows) -> None:
+        """Nothing is stored."""
+
+
+def _prefill_pool(pages: int) -> Any:
+    width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
+    buffers = [torch.randn(pages * PAGE_SIZE, 1, width).bfloat16() for _ in range(LAYERS)]
+    return SimpleNamespace(
+        kv_buffer=buffers, layer_num=LAYERS, page_size=PAGE_SIZE, kv_lora_rank=KV_LORA_RANK
+    )
+
+
+def _decode_pool(pages: int) -> Any:
+    shape = (pages * PAGE_SIZE, 1, LAYOUT.row_bytes)
+    buffers = [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)]
+    return SimpleNamespace(kv_buffer=buffers, layer_num=LAYERS, page_size=PAGE_SIZE, layout=LAYOUT)
+
+
+def _decode_process(case: Case, pages: int, rooms: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    from tpla.workers.transfer.pool_access import DecodePages
+
+    sink = DecodePages(_decode_pool(pages + _SPARE_PAGES)) if case.stores else _Discard()
+    events = _Events()
+    receiver = DecodeReceiver(
+        ZmqClientLink("benchmark"), sink, IDENTITY, TIMEOUTS, events, lambda peer: None
+    )
+    endpoint = f"tcp://127.0.0.1:{port}"
+    for room in range(1, rooms + 1):
+        events.done.clear()
+        receiver.expect(room, [endpoint])
+        receiver.greet(endpoint)
+        wanted = np.arange(pages, dtype=np.int32) + _SPARE_PAGES // 2
+        receiver.reserve(room, Reservation(wanted, endpoint, (), 1, 0))
+        events.done.wait(120)
+        receiver.forget(room)
+        pipe.send(str(events.error) if events.error else "")
+        pipe.recv()
+    receiver.close()
+
+
+def measure_transfer(case: Case, pages: int, repetitions: int) -> float:
+    """Seconds for ``pages`` pages of one request, from push to acknowledgement; the median."""
+    from tpla.workers.transfer.pool_access import PrefillPages
+
+    link, events = ZmqServerLink("127.0.0.1"), _Events()
+    source = PrefillPages(_prefill_pool(pages)) if case.packs else _ReadyRows(pages)
+    sender = PrefillSender(link, source, IDENTITY, TIMEOUTS, events)
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_decode_process, args=(case, pages, repetitions + 1, link.port, there)
+    )
+    process.start()
+    seconds = []
+    for room in range(1, repetitions + 2):
+        events.ready.clear()
+        events.done.clear()
+        sender.open(room)
+        assert events.ready.wait(120)
+        begun = time.perf_counter()
+        sender.push(room, 0, np.arange(pages, dtype=np.int32), METADATA)
+        assert events.done.wait(120)
+        seconds.append(time.perf_counter() - begun)
+        sender.forget(room)
+        error = here.recv()
+        if error or events.error:
+            raise RuntimeError(f"no figure for a transfer that failed: {error or events.error}")
+        here.send("next")
+    process.join(30)
+    sender.close()
+    return statistics.median(seconds[1:])
+
+
+def _copy_process(total: int, rounds: int, port: int) -> None:
+    buffer = bytearray(4 << 20)
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+        for _ in range(rounds):
+            received = 0
+            while received < total:
+                received += connection.recv_into(buffer)
+            connection.sendall(b"k")
+
+
+def measure_copy(total: int, repetitions: int) -> float:
+    """Seconds to move ``total`` bytes through one TCP connection; the median."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        process = multiprocessing.get_context("spawn").Process(
+            target=_copy_process, args=(total, repetitions + 1, server.getsockname()[1])
+        )
+        process.start()
+        connection, _ = server.accept()
+        payload = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8).data
+        seconds = []
+        with connection:
+            for _ in range(repetitions + 1):
+                begun, sent = time.perf_counter(), 0
+                while sent < total:
+                    piece = payload[: min(len(payload), total - sent)]
+                    connection.sendall(piece)
+                    sent += len(piece)
+                connection.recv(1)
+                seconds.append(time.perf_counter() - begun)
+        process.join(30)
+    return statistics.median(seconds[1:])
+
+
+def header() -> dict[str, Any]:
+    """Commit, machine and versions."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "machine": platform.processor() or platform.machine(),
+        "cores": multiprocessing.cpu_count(),
+        "gpu": None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pyzmq": zmq.__version__,
+            "libzmq": zmq.zmq_version(),
+        },
+    }
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="tokens of the request, a multiple of 64")] = 16384,
+    repetitions: Annotated[int, typer.Option(help="timed repetitions of each figure")] = 7,
+    json_path: Annotated[Path | None, typer.Option("--json", help="file to write")] = None,
+) -> None:
+    """Measure, print a table, write JSON."""
+    torch.set_num_threads(1)
+    pages = tokens // PAGE_SIZE
+    total = pages * PAGE_SIZE * LAYERS * LAYOUT.row_bytes
+    mla_bytes = 2 * (KV_LORA_RANK + QK_ROPE_HEAD_DIM)
+    rows = []
+    copy_seconds = measure_copy(total, repetitions)
+    for case in CASES:
+        seconds = measure_transfer(case, pages, repetitions)
+        rows.append(_row(case.name, total, seconds, copy_seconds))
+    rows.append(_row("tcp copy", total, copy_seconds, copy_seconds))
+    table = Table(title=f"{tokens} tokens, {LAYERS} layers, {total / 1e6:.0f} MB on the wire")
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"bytes per token and layer on the wire to one rank: {LAYOUT.row_bytes} "
+        f"(bf16 MLA: {mla_bytes}, {mla_bytes / LAYOUT.row_bytes:.2f}x)"
+    )
+    if json_path is not None:
+        document = {"header": header(), "wire_row_bytes": LAYOUT.row_bytes,
+                    "bf16_mla_row_bytes": mla_bytes, "rows": rows}  # fmt: skip
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _row(name: str, total: int, seconds: float, copy_seconds: float) -> dict[str, Any]:
+    return {
+        "figure": name,
+        "bytes": total,
+        "ms": seconds * 1e3,
+        "gb_per_s": total / seconds / 1e9,
+        "of_tcp_copy": copy_seconds / seconds,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
