@@ -117,14 +117,15 @@ class Attempt:
         """End the attempt from outside, with ``failure`` as what its consumer sees."""
         await self._fail(failure)
 
-    async def worker_silent(self, worker: Worker) -> None:
-        """Do without a worker that has stopped answering its health checks."""
+    async def worker_lost(self, worker: Worker, reason: Reason) -> None:
+        """Do without a worker that its health check found dead or silent."""
+        detail = "has stopped answering" if reason is Reason.TIMEOUT else "has gone away"
         for lease, leg, task, other in (
             (self._pair.prefill, self._prefill, self._prefill_task, self._decode_task),
             (self._pair.decode, self._decode, self._decode_task, self._prefill_task),
         ):
             if leg.worker is worker and not task.done():
-                failure = failures.lost(Reason.TIMEOUT, leg.role, "has stopped answering")
+                failure = failures.lost(reason, leg.role, detail)
                 await self._leg_failed(lease, failure, other)
                 task.cancel()
 

@@ -86,10 +86,10 @@ class Dispatcher:
         for attempt in list(self._attempts):
             await attempt.give_up(self._stopped)
 
-    async def worker_silent(self, worker: Worker) -> None:
-        """Fail the legs of a worker that has stopped answering; attempts may start over."""
+    async def worker_lost(self, worker: Worker, reason: Reason) -> None:
+        """Fail the legs of a worker that died or stopped answering; attempts may start over."""
         for attempt in list(self._attempts):
-            await attempt.worker_silent(worker)
+            await attempt.worker_lost(worker, reason)
 
     async def close(self, timeout: float) -> None:
         """Wait for aborts under way and for prefill legs that still finish."""

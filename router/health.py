@@ -21,6 +21,7 @@ import aiohttp
 import structlog
 
 from tpla.core.config.router import HealthPolicy
+from tpla.router.failures import Reason
 from tpla.router.registry import Registry, Worker
 
 log = structlog.get_logger("tpla.router.health")
@@ -40,26 +41,26 @@ class Problem:
     text: str
     decisive: bool = False
     """One such finding is enough to call it unhealthy."""
-    silent: bool = False
-    """It did not answer at all: what it was working on will not come either."""
+    loss: Reason | None = None
+    """What to charge its legs with where it did not answer at all: nothing more will come."""
 
 
 class HealthMonitor:
     """Keeps ``healthy`` and the descriptive fields of every worker up to date.
 
-    ``on_silent`` is called for a worker that was healthy and has stopped answering. Without it, a
-    request that does not stream would wait for a stopped worker until its deadline.
+    ``on_lost`` is called for a worker that was healthy and has died or stopped answering. Without
+    it, a request that does not stream would wait for a stopped worker until its deadline.
     """
 
     def __init__(
         self,
         registry: Registry,
         policy: HealthPolicy,
-        on_silent: Callable[[Worker], Awaitable[None]],
+        on_lost: Callable[[Worker, Reason], Awaitable[None]],
     ) -> None:
         self._registry = registry
         self._policy = policy
-        self._on_silent = on_silent
+        self._on_lost = on_lost
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, worker: Worker) -> None:
@@ -94,8 +95,8 @@ class HealthMonitor:
         if worker.healthy != was_healthy:
             log.info("worker_health", worker=worker.id, url=worker.address.url,
                      healthy=worker.healthy, reason=worker.reason)  # fmt: skip
-            if problem is not None and problem.silent:
-                await self._on_silent(worker)
+            if problem is not None and problem.loss is not None:
+                await self._on_lost(worker, problem.loss)
 
     async def _watch(self, worker: Worker) -> None:
         while worker.id in self._registry.workers:
@@ -126,10 +127,12 @@ class HealthMonitor:
             if worker.last_contact > started:
                 return None
             silent = await self._json(worker, PING_PATH) is None
-            return Problem(f"no answer to {path} in {limit:g} s", silent=silent)
+            loss = Reason.TIMEOUT if silent else None
+            return Problem(f"no answer to {path} in {limit:g} s", loss=loss)
         except aiohttp.ClientConnectorError as error:
+            # Its legs are about to notice the same: whoever is first, the charge must be one.
             text = f"cannot connect: {error.strerror or error}"
-            return Problem(text, decisive=True, silent=True)
+            return Problem(text, decisive=True, loss=Reason.DISCONNECTED)
         except aiohttp.ClientError as error:
             return Problem(f"{type(error).__name__}: {error}")
         return None if status == 200 else Problem(f"{path} answers {status}")

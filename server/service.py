@@ -28,7 +28,7 @@ class Service:
         self.registry = Registry(config)
         self.dispatcher = Dispatcher(self.registry, config, self.metrics)
         self.monitor = HealthMonitor(
-            self.registry, config.health, on_silent=self.dispatcher.worker_silent
+            self.registry, config.health, on_lost=self.dispatcher.worker_lost
         )
         self.admission = Admission(config.admission)
         self.in_flight = InFlight()

@@ -164,13 +164,16 @@ class FakeWorker:
     def running(self) -> int:
         return sum(item.outcome == "running" for item in self.seen)
 
-    def kill(self) -> None:
-        """Die as a process does: reset every connection, listen no more."""
-        self.thread.loop.call_soon_threadsafe(self._die)
+    def kill(self, gap: float = 0.0) -> None:
+        """Die as a process does: listen no more, and ``gap`` seconds later reset connections."""
+        self.thread.loop.call_soon_threadsafe(self._die, gap)
 
-    def _die(self) -> None:
+    def _die(self, gap: float = 0.0) -> None:
         for server in self.thread.server.servers:
             server.close()
+        self.thread.loop.call_later(gap, self._reset_connections)
+
+    def _reset_connections(self) -> None:
         for connection in list(self.thread.server.server_state.connections):
             connection.transport.abort()
 

@@ -47,7 +47,7 @@ def assert_charged(system: Cluster, role: str, reason: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_prefill_error_cancels_decode_and_is_charged_to_prefill(stream: bool) -> None:
     with cluster() as system:
-        system.prefill[0].faults = Faults(status=500)
+        system.prefill[0].faults = Faults(status=500, delay=0.3)  # decode has the request by then
         answer = system.complete(stream=stream)
         assert answer.status_code == 502
         assert error_of(answer)["code"] == "worker_failed"
@@ -102,6 +102,20 @@ def test_decode_failing_mid_stream_is_an_error_event(faults: Faults, reason: str
         assert all("error" not in json.loads(event) for event in events[:-1])
         system.wait_quiet()
         assert_charged(system, "decode", reason)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1.0], ids=["leg", "health check"])
+def test_a_dead_worker_is_charged_the_same_whoever_notices_first(gap: float) -> None:
+    with cluster() as system:
+        system.decode[0].faults = Faults(hang_after=1)
+        body = {"prompt": "a b", "max_tokens": 4, "stream": True}
+        with system.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            system.decode[0].kill(gap)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "worker_failed"
+        assert_charged(system, "decode", "disconnected")
 
 
 def test_openai_client_raises_on_a_mid_stream_failure() -> None:
