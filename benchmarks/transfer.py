@@ -33,6 +33,7 @@ import torch
 import typer
 import zmq
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from tpla.core.config import TransferTimeouts
@@ -231,7 +232,8 @@ def header() -> dict[str, Any]:
 
 def main(
     tokens: Annotated[int, typer.Option(help="tokens of the request, a multiple of 64")] = 16384,
-    repetitions: Annotated[int, typer.Option(help="timed repetitions of each figure")] = 7,
+    rounds: Annotated[int, typer.Option(help="each measures every figure, one beside another")] = 5,
+    repetitions: Annotated[int, typer.Option(help="timed repetitions in a round")] = 3,
     json_path: Annotated[Path | None, typer.Option("--json", help="file to write")] = None,
 ) -> None:
     """Measure, print a table, write JSON."""
@@ -239,18 +241,18 @@ def main(
     pages = tokens // PAGE_SIZE
     total = pages * PAGE_SIZE * LAYERS * LAYOUT.row_bytes
     mla_bytes = 2 * (KV_LORA_RANK + QK_ROPE_HEAD_DIM)
-    rows = []
-    copy_seconds = measure_copy(total, repetitions)
-    for case in CASES:
-        seconds = measure_transfer(case, pages, repetitions)
-        rows.append(_row(case.name, total, seconds, copy_seconds))
-    rows.append(_row("tcp copy", total, copy_seconds, copy_seconds))
+    console = Console()
+    measured = []
+    for _ in track(range(rounds), "rounds", console=console):
+        seconds = {"tcp copy": measure_copy(total, repetitions)}
+        seconds |= {case.name: measure_transfer(case, pages, repetitions) for case in CASES}
+        measured.append(seconds)
+    rows = [_row(name, total, measured) for name in measured[0]]
     table = Table(title=f"{tokens} tokens, {LAYERS} layers, {total / 1e6:.0f} MB on the wire")
     for name in rows[0]:
         table.add_column(name)
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console = Console()
     console.print(table)
     console.print(
         f"bytes per token and layer on the wire to one rank: {LAYOUT.row_bytes} "
@@ -262,13 +264,18 @@ def main(
         json_path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _row(name: str, total: int, seconds: float, copy_seconds: float) -> dict[str, Any]:
+def _row(name: str, total: int, measured: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over the rounds; the ratio is to the copy of the same round."""
+    seconds = statistics.median(times[name] for times in measured)
+    ratios = sorted(times["tcp copy"] / times[name] for times in measured)
     return {
         "figure": name,
         "bytes": total,
         "ms": seconds * 1e3,
         "gb_per_s": total / seconds / 1e9,
-        "of_tcp_copy": copy_seconds / seconds,
+        "of_tcp_copy": statistics.median(ratios),
+        "of_tcp_copy_min": ratios[0],
+        "of_tcp_copy_max": ratios[-1],
     }
 
 

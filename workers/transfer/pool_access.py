@@ -21,6 +21,11 @@ def _by_page(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
     return buffer.view(-1, page_size * buffer.shape[-1])
 
 
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    """Bytes as 32-bit words, which every row is a multiple of: copied several times as fast."""
+    return rows.view(torch.int32)
+
+
 class PrefillPages:
     """SGLang's MLA pool, read in the layout of whichever decode rank asks."""
 
@@ -59,4 +64,4 @@ class DecodePages:
         for buffer, layer_rows in zip(self._pool.kv_buffer, rows, strict=True):
             index = torch.from_numpy(pages.astype(np.int64)).to(buffer.device)
             source = torch.from_numpy(layer_rows).view(len(pages), -1).to(buffer.device)
-            _by_page(buffer, self.page_size).index_copy_(0, index, source)
+            _as_words(_by_page(buffer, self.page_size)).index_copy_(0, index, _as_words(source))

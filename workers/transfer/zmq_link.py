@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tpla.core.messages import Message, decode, encode
+from tpla.workers.transfer.allocator import keep_freed_messages
 from tpla.workers.transfer.protocol import LinkHandler
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class _ZmqLink:
     """The thread, its command queue and what both kinds of link share."""
 
     def __init__(self, name: str) -> None:
+        keep_freed_messages()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_receiver, self._wake_sender = socket.socketpair()
