@@ -55,8 +55,7 @@ class KernelCase:
     @property
     def bytes_read(self) -> int:
         """Latent, scale and RoPE key of each token once (row padding excluded)."""
-        layout = self.layout
-        return self.tokens * (layout.rope_offset + layout.rope_bytes)
+        return self.tokens * self.layout.used_bytes
 
     @property
     def latent_flops(self) -> int:

@@ -1,16 +1,19 @@
 """Where every byte of a cached latent row lies, on every rank.
 
-A token of one layer is cached as one *row*: its latent (the rank's part of it), a scale when the
-latent is FP8, and the RoPE key. The pool, the wire and the kernels all take their offsets from
+A token of one layer is cached as one *row*: its latent (the rank's part of it), the RoPE key, and
+a scale when the latent is FP8. The pool, the wire and the kernels all take their offsets from
 :class:`LatentLayout`; they are computed nowhere else.
 
-===========  ==================  =========  ===================  ==========================
-format       latent              scale      RoPE key             bytes (latent r, RoPE d)
-===========  ==================  =========  ===================  ==========================
-``fp32``     r x float32         none       d x float32          4 r + 4 d
-``bf16``     r x bfloat16        none       d x bfloat16         2 r + 2 d
-``fp8``      r x float8_e4m3fn   1 float32  d x bfloat16, k / s  pad4(r) + 4 + 2 d
-===========  ==================  =========  ===================  ==========================
+===========  ==================  ===================  =========  ==========================
+format       latent              RoPE key             scale      bytes (latent r, RoPE d)
+===========  ==================  ===================  =========  ==========================
+``fp32``     r x float32         d x float32          none       4 r + 4 d
+``bf16``     r x bfloat16        d x bfloat16         none       2 r + 2 d
+``fp8``      r x float8_e4m3fn   d x bfloat16, k / s  1 float32  pad4(r) + pad4(2 d) + 4
+===========  ==================  ===================  =========  ==========================
+
+The scale comes last: Hopper's bulk copies begin at multiples of 16 bytes, which the RoPE key then
+does for every latent of 16 r dims.
 
 In ``fp8`` the RoPE key is stored divided by the token's scale s (SnapMLA, scale domain alignment),
 so that one multiplication by s restores the latent's and the RoPE's share of a logit together.
@@ -186,14 +189,9 @@ class LatentLayout:
         return self.kv_format is KVFormat.FP8
 
     @property
-    def scale_offset(self) -> int:
-        """Byte offset of the float32 scale (meaningful when :attr:`has_scale`)."""
-        return _round_up(self.latent_bytes, 4)
-
-    @property
     def rope_offset(self) -> int:
         """Byte offset of the RoPE key."""
-        return self.scale_offset + (_SCALE_BYTES if self.has_scale else 0)
+        return _round_up(self.latent_bytes, 4)
 
     @property
     def rope_bytes(self) -> int:
@@ -201,9 +199,19 @@ class LatentLayout:
         return self.qk_rope_head_dim * self.kv_format.rope_itemsize
 
     @property
+    def scale_offset(self) -> int:
+        """Byte offset of the float32 scale (meaningful when :attr:`has_scale`)."""
+        return _round_up(self.rope_offset + self.rope_bytes, _SCALE_BYTES)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of a row that hold something, :attr:`row_align` excluded."""
+        return self.scale_offset + (_SCALE_BYTES if self.has_scale else 0)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes from one row to the next."""
-        return _round_up(self.rope_offset + self.rope_bytes, self.row_align)
+        return _round_up(self.used_bytes, self.row_align)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the wire; :meth:`from_dict` is the inverse."""

@@ -38,10 +38,18 @@ def test_core_and_slices_cover_the_latent_once(groups: int, core_dims: int) -> N
 @pytest.mark.parametrize("width", [8, 26, 33])
 def test_fields_do_not_overlap_and_are_aligned(width: int, kv_format: KVFormat) -> None:
     layout = LatentLayout(ShardPlan(width), 0, 6, kv_format, row_align=16)
-    assert layout.latent_bytes <= layout.scale_offset <= layout.rope_offset
-    assert layout.scale_offset % 4 == 0
-    assert layout.rope_offset + layout.rope_bytes <= layout.row_bytes
-    assert layout.row_bytes % 16 == 0
+    assert layout.latent_bytes <= layout.rope_offset
+    assert layout.rope_offset + layout.rope_bytes <= layout.scale_offset
+    assert layout.rope_offset % 4 == layout.scale_offset % 4 == 0
+    assert layout.used_bytes == layout.scale_offset + (4 if layout.has_scale else 0)
+    assert layout.used_bytes <= layout.row_bytes and layout.row_bytes % 16 == 0
+
+
+@pytest.mark.parametrize(("groups", "core_dims"), [(1, 0), (2, 0), (2, 32), (4, 0), (4, 64)])
+def test_parts_of_a_row_begin_where_bulk_copies_can(groups: int, core_dims: int) -> None:
+    plan = ShardPlan(512, groups, core_dims)
+    layout = LatentLayout(plan, 0, 64, KVFormat.FP8, row_align=16)
+    assert layout.rope_offset % 16 == layout.scale_offset % 16 == layout.row_bytes % 16 == 0
 
 
 def test_a_layout_survives_the_wire() -> None:
