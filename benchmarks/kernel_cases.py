@@ -6,12 +6,13 @@ timing walks through so that no cache holds the rows it is about to read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tpla.core.latent_layout import FP8_MAX, KVFormat, LatentLayout, ShardPlan
-from tpla.kernels.latent_decode import DecodeTiling, DecodeWorkspace, latent_decode
+from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace, default_tiling
+from tpla.kernels.latent_decode import latent_decode
 from tpla.kernels.ref.latent_decode import exact_decode
 from tpla.kernels.ref.latent_rows import pack_rows
 
@@ -32,6 +33,26 @@ class KernelCase:
     batch: int
     context: int
     query_len: int = 1
+    fp8_weights: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Name in the report."""
+        return "latent_decode_fp8_pv" if self.fp8_weights else "latent_decode"
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the kernel sees: cases of different models may be the same work."""
+        return (
+            self.heads, self.layout.latent_width, self.kv_format, self.batch, self.context,
+            self.query_len, self.fp8_weights,
+        )  # fmt: skip
+
+    @property
+    def tiling(self) -> DecodeTiling:
+        """The tuned tiling, with the case's way of weighting values."""
+        base = default_tiling(self.layout, self.query_len * self.heads)
+        return replace(base, fp8_values=self.fp8_weights)
 
     @property
     def heads(self) -> int:
@@ -67,16 +88,31 @@ class KernelCase:
         return 2 * self.tokens * self.query_len * self.heads * QK_ROPE_HEAD_DIM
 
 
+_FP8, _BF16 = KVFormat.FP8, KVFormat.BF16
+SHAPES: list[tuple[str, int, int, int, KVFormat, bool]] = [
+    ("DeepSeek-V3", 128, 2, 2, _FP8, False),
+    ("DeepSeek-V3", 128, 4, 2, _FP8, False),
+    ("DeepSeek-V3", 128, 8, 2, _FP8, False),
+    ("DeepSeek-V3", 128, 2, 1, _FP8, False),
+    ("DeepSeek-V3", 128, 4, 2, _BF16, False),
+    ("DeepSeek-V3", 128, 2, 2, _FP8, True),
+    ("DeepSeek-V3", 128, 4, 2, _FP8, True),
+    ("Kimi-K2", 64, 2, 2, _FP8, False),
+    ("Kimi-K2", 64, 4, 2, _FP8, False),
+    ("Kimi-K2", 64, 8, 2, _FP8, False),
+    ("DeepSeek-V2-Lite", 16, 2, 2, _FP8, False),
+    ("DeepSeek-V2-Lite", 16, 4, 2, _FP8, False),
+]
+"""Model, its heads, TP, groups, row format, P V in FP8."""
+
+
 def cases(batches: list[tuple[int, int]]) -> list[KernelCase]:
-    """The issue's shapes at each (batch, context)."""
-    shapes = [
-        ("DeepSeek-V3", 128, 2, 2, KVFormat.FP8),
-        ("DeepSeek-V3", 128, 4, 2, KVFormat.FP8),
-        ("DeepSeek-V3", 128, 8, 2, KVFormat.FP8),
-        ("DeepSeek-V3", 128, 2, 1, KVFormat.FP8),
-        ("DeepSeek-V3", 128, 4, 2, KVFormat.BF16),
+    """Every shape at each (batch, context)."""
+    return [
+        KernelCase(model, heads, tp, groups, kv_format, *batch, fp8_weights=fp8_weights)
+        for batch in batches
+        for model, heads, tp, groups, kv_format, fp8_weights in SHAPES
     ]
-    return [KernelCase(*shape, *batch) for batch in batches for shape in shapes]
 
 
 class DecodeBench:

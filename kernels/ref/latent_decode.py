@@ -12,6 +12,8 @@ from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.ref.latent_attention import latent_attention
 from tpla.kernels.ref.latent_rows import unpack_rows
 
+_LOG2E = 1.4426950408889634
+
 
 def latent_decode(
     q_latent_BQHL: torch.Tensor,
@@ -81,3 +83,70 @@ def exact_decode(
             lse_BQH[request, query] = logits_HK.logsumexp(-1)
             out_BQHL[request, query] = logits_HK.softmax(-1) @ latent_KL[:seen]
     return out_BQHL, lse_BQH
+
+
+def blockwise_decode(
+    q_latent_QHL: torch.Tensor,
+    q_rope_QHD: torch.Tensor,
+    q_scale_QH: torch.Tensor,
+    rows_KB: torch.Tensor,
+    layout: LatentLayout,
+    softmax_scale: float,
+    weight_dtype: torch.dtype,
+    weight_range: float,
+    block_tokens: int = 64,
+) -> torch.Tensor:
+    """The recursion of :mod:`tpla.kernels.hopper_decode` for one request, in float64.
+
+    Only P' is rounded, block by block, as the kernel rounds it (SnapMLA, dynamic P quantisation).
+
+    Args:
+        q_latent_QHL: float8_e4m3fn queries, with ``q_rope_QHD`` divided by ``q_scale_QH``.
+        rows_KB: the request's rows in order.
+        weight_dtype: what P' is rounded to, after multiplication by ``weight_range``.
+
+    Returns:
+        out ``[Q, H, L]``, float64.
+    """
+    values_KL, rope_KD, scale_K = _stored_values(rows_KB, layout)
+    queries, heads, width = q_latent_QHL.shape
+    logits_QHK = q_latent_QHL.double() @ values_KL.T + q_rope_QHD.double() @ rope_KD.T
+    logits_QHK *= (softmax_scale * _LOG2E) * q_scale_QH.double()[..., None] * scale_K
+    position = torch.arange(len(rows_KB), device=rows_KB.device)
+    last_Q = len(rows_KB) - queries + torch.arange(queries, device=rows_KB.device)
+    hidden_QK = position[None] > last_Q[:, None]
+    logits_QHK.masked_fill_(hidden_QK[:, None], float("-inf"))
+    out_QHL = logits_QHK.new_zeros(queries, heads, width)
+    total_QH = logits_QHK.new_zeros(queries, heads)
+    top_QH = torch.full_like(total_QH, -1e30)
+    ref_QH, sigma, sigma_top = top_QH.clone(), 1e-30, 1e-30
+    for start in range(0, len(rows_KB), block_tokens):
+        block = slice(start, start + block_tokens)
+        block_top = logits_QHK[..., block].amax(-1)
+        top_QH = torch.maximum(top_QH, block_top)
+        new_ref = torch.maximum(block_top, top_QH - 40.0)
+        sigma_top = max(sigma_top, float(scale_K[block].max()))
+        new_sigma = max(float(scale_K[block].max()), sigma_top * 2.0**-32)
+        p_QHK = torch.exp2(logits_QHK[..., block] - new_ref[..., None])
+        decay_QH = torch.exp2(ref_QH - new_ref)
+        total_QH = total_QH * decay_QH + p_QHK.sum(-1)
+        weight_QHK = (p_QHK * scale_K[block] * (weight_range / new_sigma)).float()
+        weight_QHK = weight_QHK.to(weight_dtype).double()
+        out_QHL *= (decay_QH * (sigma / new_sigma))[..., None]
+        out_QHL += weight_QHK @ values_KL[block]
+        ref_QH, sigma = new_ref, new_sigma
+    share_QH = torch.where(total_QH > 0, sigma / (weight_range * total_QH), 0.0)
+    return out_QHL * share_QH[..., None]
+
+
+def _stored_values(
+    rows_KB: torch.Tensor, layout: LatentLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 latents and RoPE keys as stored, not multiplied by the scale, and the scales; float64."""
+
+    def field(start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return rows_KB[:, start : start + size].contiguous().view(dtype).double()
+
+    latent_KL = field(0, layout.latent_bytes, torch.float8_e4m3fn)
+    rope_KD = field(layout.rope_offset, layout.rope_bytes, torch.bfloat16)
+    return latent_KL, rope_KD, field(layout.scale_offset, 4, torch.float32)[:, 0]

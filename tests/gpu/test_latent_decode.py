@@ -20,7 +20,9 @@ from tests.kernels.decode_cases import (
     exact,
 )
 from tpla.core.latent_layout import KVFormat, LatentLayout
-from tpla.kernels.latent_decode import DecodeTiling, DecodeWorkspace, default_tiling, latent_decode
+from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace, default_tiling
+from tpla.kernels.latent_decode import latent_decode
+from tpla.kernels.ref.latent_decode import blockwise_decode
 from tpla.kernels.ref.latent_rows import pack_rows
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +68,50 @@ def test_matches_float64(shape: DecodeCase) -> None:
     assert_matches(inputs, *inputs.run())
 
 
-@pytest.mark.parametrize("shape", [CASES[4], CASES[5], CASES[7], CASES[20]], ids=str)
+FP8_VALUES = [
+    replace(made, tiling=replace(made.tiling, fp8_values=True))
+    for made in (
+        *[case(heads, 256) for heads in (16, 64, 128)],
+        case(64, 128),
+        case(64, 256, queries=3),
+        case(128, 256, queries=2),
+        case(64, 256, spread=4.0),
+        case(64, 256, lengths=(0, 0, 0)),
+        case(64, 256, lengths=(262144,)),
+    )
+]
+
+
+@pytest.mark.parametrize("shape", FP8_VALUES, ids=str)
+def test_fp8_weights_match_float64(shape: DecodeCase) -> None:
+    inputs = build(shape)
+    assert_matches(inputs, *inputs.run(), cosine=5e-4)
+
+
+@pytest.mark.parametrize("fp8_values", [False, True])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_matches_an_emulation_of_its_recursion(heads: int, fp8_values: bool) -> None:
+    shape = case(heads, 256, lengths=(1000,), spread=0.5)
+    shape = replace(shape, tiling=replace(shape.tiling, fp8_values=fp8_values), multiprocessors=1)
+    inputs = build(shape)
+    assert inputs.q_scale_BQH is not None
+    token = torch.arange(1000, device="cuda")
+    slot = inputs.table_BN[0][token // 64].long() * 64 + token % 64
+    emulated = blockwise_decode(
+        inputs.q_latent_BQHL[0], inputs.q_rope_BQHD[0], inputs.q_scale_BQH[0],
+        inputs.rows_SB[slot], shape.layout, inputs.softmax_scale,
+        *((torch.float8_e4m3fn, 448.0) if fp8_values else (torch.float16, 1024.0)),
+    )  # fmt: skip
+    out, _ = inputs.run()
+    against_exact = cosine_difference(out, exact(inputs)[0])
+    against_emulation = cosine_difference(out[0], emulated)
+    assert against_emulation <= (1e-5 if fp8_values else 2e-6)
+    assert not fp8_values or against_emulation < against_exact
+
+
+@pytest.mark.parametrize(
+    "shape", [CASES[4], CASES[5], CASES[7], CASES[20], *FP8_VALUES[:3]], ids=str
+)
 def test_is_repeatable_bit_by_bit(shape: DecodeCase) -> None:
     inputs = build(shape)
     first = inputs.run()
@@ -85,10 +130,17 @@ def test_the_number_of_parts_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("length", [4096, 32768, 131072])
-def test_the_error_does_not_grow_with_context(length: int) -> None:
-    inputs = build(case(64, 256, lengths=(length,), spread=0.5))
-    out, _ = inputs.run()
-    assert cosine_difference(out, exact(inputs)[0]) <= 5e-6
+@pytest.mark.parametrize(("fp8_values", "cosine"), [(False, 5e-6), (True, 5e-4)])
+def test_the_error_is_bounded_at_every_context(
+    length: int, fp8_values: bool, cosine: float
+) -> None:
+    """One part works on all tokens: the longest sum that its accumulators can be asked for."""
+    shape = case(64, 256, lengths=(length,), spread=0.5)
+    inputs = build(replace(shape, tiling=replace(shape.tiling, fp8_values=fp8_values)))
+    out, _ = inputs.run(multiprocessors=1)
+    difference = cosine_difference(out, exact(inputs)[0])
+    print(f"error: length={length} fp8_values={fp8_values} cosine difference {difference:.2e}")
+    assert difference <= cosine
 
 
 @pytest.mark.parametrize("sink", [0.0, 6.0])

@@ -12,7 +12,8 @@ import torch
 
 from tests.kernels.interpreter import repair_interpreter
 from tpla.core.latent_layout import FP8_MAX, KVFormat, LatentLayout, ShardPlan
-from tpla.kernels.latent_decode import DecodeTiling, DecodeWorkspace, latent_decode
+from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace
+from tpla.kernels.latent_decode import latent_decode
 from tpla.kernels.ref.latent_decode import exact_decode
 from tpla.kernels.ref.latent_rows import pack_rows
 

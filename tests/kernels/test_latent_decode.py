@@ -17,7 +17,7 @@ from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat
 from tpla.kernels.combine_splits import combine_splits
 from tpla.kernels.decode_schedule import decode_schedule
-from tpla.kernels.latent_decode import DecodeTiling, DecodeWorkspace
+from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace
 from tpla.kernels.ref import combine_splits as ref_combine
 from tpla.kernels.ref import decode_schedule as ref_schedule
 from tpla.kernels.ref import latent_decode as ref_decode

@@ -9,6 +9,7 @@ import torch
 
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
 from tpla.kernels.ref.latent_attention import latent_attention
+from tpla.kernels.ref.latent_decode import blockwise_decode, exact_decode
 from tpla.kernels.ref.latent_rows import pack_rows, quantize_latent, unpack_rows
 
 
@@ -16,6 +17,38 @@ def rows(tokens: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(tokens, width, generator=generator)
     return latent, torch.randn(tokens, 16, generator=generator)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(
+    ("weight_dtype", "weight_range", "cosine"),
+    [(torch.float16, 1024.0, 1e-6), (torch.float8_e4m3fn, 448.0, 5e-4)],
+)
+@pytest.mark.parametrize("sink", [0.0, 60.0])
+def test_blockwise_weights_stay_close_to_exact_ones(
+    weight_dtype: torch.dtype, weight_range: float, cosine: float, sink: float, queries: int
+) -> None:
+    """With a sink, the blocks after it are all below the floor.
+
+    Its one weight is rounded once, to 2^-4 in FP8, which nothing averages out.
+    """
+    layout = LatentLayout(ShardPlan(32), 0, 16, KVFormat.FP8)
+    latent, rope = rows(300, 32)
+    latent *= torch.exp(torch.randn(300, 1, generator=torch.Generator().manual_seed(2)))
+    q_latent, q_rope = torch.randn(queries, 4, 32), torch.full((queries, 4, 16), 0.1)
+    rope[0] = sink / (0.1 * 16 * 0.2)
+    packed = pack_rows(latent, rope, layout)
+    scale_QH = q_latent.abs().amax(-1) / 448.0
+    q8 = (q_latent / scale_QH[..., None]).to(torch.float8_e4m3fn)
+    aligned = (q_rope / scale_QH[..., None]).to(torch.bfloat16)
+    out = blockwise_decode(q8, aligned, scale_QH, packed, layout, 0.2, weight_dtype, weight_range)
+    table = torch.arange(300, dtype=torch.int32)[None]
+    exact, _ = exact_decode(
+        q8[None], aligned[None], scale_QH[None], packed, table, torch.tensor([300]), layout, 1, 0.2
+    )
+    difference = 1 - 2 * (out * exact[0]).sum() / (out**2 + exact[0] ** 2).sum()
+    assert difference <= (2e-3 if sink and weight_range == 448.0 else cosine)
+    assert weight_dtype != torch.float8_e4m3fn or sink or difference > 1e-6  # it does round
 
 
 def naive(q_latent, q_rope, latent, rope, scale):  # type: ignore[no-untyped-def]
