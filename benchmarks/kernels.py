@@ -164,7 +164,8 @@ def show(row: Row) -> None:
     tiling = row.tiling
     peers = " ".join(f"{n} {p['us']:.1f} ({p['ratio']:.2f}x)" for n, p in row.peers.items())
     print(
-        f"{row.kernel[14:]:6s}{row.model} TP{row.tp} g{row.groups} {row.kv_format:4s} h={row.heads:<3d} "
+        f"{row.kernel[14:]:6s}{row.model} TP{row.tp} g{row.groups} {row.kv_format:4s} "
+        f"h={row.heads:<3d} "
         f"L={row.latent} {row.batch:>3d}x{row.context:<6d} {row.us:8.1f} us "
         f"{row.gb_per_s:6.0f} GB/s {row.tflops:5.0f} TF {row.roofline_pct:5.1f} %  "
         f"cos {row.cosine_difference:.1e}  rows{tiling['block_rows']} w{tiling['num_warps']} "
