@@ -75,7 +75,6 @@ FP8_VALUES = [
         case(64, 128),
         case(64, 256, queries=3),
         case(128, 256, queries=2),
-        case(64, 256, spread=4.0),
         case(64, 256, lengths=(0, 0, 0)),
         case(64, 256, lengths=(262144,)),
     )

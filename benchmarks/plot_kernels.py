@@ -1,0 +1,88 @@
+"""Roofline and peers of a kernel report, as a picture.
+
+    python -m tpla.benchmarks.plot_kernels benchmarks/results/kernels_h200.json OUT.png
+
+Left: each case at its arithmetic intensity (operations a byte that must be read), under the
+ceilings that the same run measured. Right: the largest batch beside its peers, in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import typer
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+_MARKS = {"fp8": "o", "bf16": "s"}
+_PEERS = ("flashmla_bf16", "flashmla_fp8")
+
+
+def draw_roofline(axes: Axes, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """TFLOP/s over operations a byte, log-log."""
+    intensity = np.geomspace(20, 1000, 200)
+    memory = intensity * header["copy_gb_per_s"] / 1e3
+    for name, style in (("fp8_tflops", "-"), ("bf16_tflops", "--")):
+        axes.plot(intensity, np.minimum(memory, header[name]), style, color="grey",
+                  label=f"{name.split('_')[0]} ceiling {header[name]:.0f} TFLOP/s")  # fmt: skip
+    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
+        for kv_format, mark in _MARKS.items():
+            points = [
+                row
+                for row in rows
+                if (row["batch"], row["context"], row["kv_format"]) == (batch, context, kv_format)
+            ]
+            axes.plot([1e3 * row["tflops"] / row["gb_per_s"] for row in points],
+                      [row["tflops"] for row in points], mark, alpha=0.7,
+                      label=f"{batch} x {context // 1024}K {kv_format}")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set_title(f"{header['gpu']}, copy {header['copy_gb_per_s']:.0f} GB/s")
+    axes.legend(fontsize=7)
+
+
+def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Microseconds of the case with most cached tokens, beside its peers."""
+    most = max(row["batch"] * row["context"] for row in rows)
+    chosen = [
+        row
+        for row in rows
+        if row["batch"] * row["context"] == most and row["model"] == "DeepSeek-V3"
+    ]
+    place = np.arange(len(chosen))
+    axes.bar(place - 0.27, [row["us"] for row in chosen], 0.26, label="this kernel")
+    for offset, name in enumerate(_PEERS):
+        times = [row["peers"].get(name, {}).get("us", np.nan) for row in chosen]
+        axes.bar(place + 0.27 * offset, times, 0.26, label=name)
+    labels = [
+        f"TP{row['tp']} g={row['groups']}\n{row['kv_format']}"
+        + ("\nfp8 P V" if row["kernel"].endswith("fp8_pv") else "")
+        for row in chosen
+    ]
+    axes.set_xticks(place, labels, fontsize=7)
+    axes.set_ylabel("µs")
+    axes.set_title(f"DeepSeek-V3, {chosen[0]['batch']} x {chosen[0]['context'] // 1024}K tokens")
+    axes.legend(fontsize=7)
+
+
+def main(
+    report: Annotated[Path, typer.Argument(help="JSON of tpla.benchmarks.kernels")],
+    picture: Annotated[Path, typer.Argument(help="file to write")],
+) -> None:
+    """Draw both panels."""
+    document = json.loads(report.read_text())
+    rows = [row for row in document["rows"] if row["us"] is not None]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
+    draw_roofline(left, document["header"], rows)
+    draw_peers(right, rows)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(main)
