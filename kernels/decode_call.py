@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat, LatentLayout
+from tpla.core.latent_layout import LatentLayout
+from tpla.kernels.arguments import require_layout, require_tensor
 from tpla.kernels.decode_workspace import DecodeWorkspace
 
 
@@ -46,12 +46,7 @@ class DecodeCall:
         layout, workspace = self.layout, self.workspace
         batch, queries, heads, width = self.q_latent_BQHL.shape
         rope = layout.qk_rope_head_dim
-        if layout.kv_format is KVFormat.FP32:
-            raise ConfigError(
-                "latent_decode reads bf16 and fp8 rows; kv_format=fp32 is for the CPU"
-            )
-        if rope < 16 or rope & (rope - 1):
-            raise ConfigError(f"qk_rope_head_dim={rope} must be a power of two >= 16")
+        require_layout(layout, "latent_decode")
         if self.q_scale_BQH is not None and not layout.has_scale:
             raise ValueError("quantised queries need fp8 rows; pass bf16 queries without q_scale")
         if workspace.rows != queries * heads or workspace.split_B2.shape[0] != batch:
@@ -60,30 +55,14 @@ class DecodeCall:
                 f"query rows; got {batch} of {queries * heads}"
             )
         q_dtype = torch.bfloat16 if self.q_scale_BQH is None else torch.float8_e4m3fn
-        bqh = (batch, queries, heads)
-        expected = [
-            ("q_latent", self.q_latent_BQHL, (*bqh, layout.latent_width), (q_dtype,)),
-            ("q_rope", self.q_rope_BQHD, (*bqh, rope), (torch.bfloat16,)),
-            ("rows", self.rows_SB, (self.rows_SB.shape[0], layout.row_bytes), (torch.uint8,)),
-            ("length", self.length_B, (batch,), (torch.int32,)),
-            ("out", self.out_BQHL, (*bqh, width), (torch.bfloat16, torch.float32)),
-            ("lse", self.lse_BQH, bqh, (torch.float32,)),
-        ]
+        bqh, row_shape = (batch, queries, heads), (self.rows_SB.shape[0], layout.row_bytes)
+        require_tensor("q_latent", self.q_latent_BQHL, (*bqh, layout.latent_width), (q_dtype,))
+        require_tensor("q_rope", self.q_rope_BQHD, (*bqh, rope), (torch.bfloat16,))
         if self.q_scale_BQH is not None:
-            expected.append(("q_scale", self.q_scale_BQH, bqh, (torch.float32,)))
-        for name, tensor, shape, dtypes in expected:
-            if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous {shape} {dtypes}, "
-                    f"not {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-                )
-        if (
-            self.table_BN.dtype != torch.int32
-            or self.table_BN.shape[0] != batch
-            or self.table_BN.stride(-1) != 1
-        ):
-            raise ValueError(
-                f"table must be int32 [{batch}, pages], rows contiguous, "
-                f"not {self.table_BN.dtype} {tuple(self.table_BN.shape)} with strides "
-                f"{self.table_BN.stride()}"
-            )
+            require_tensor("q_scale", self.q_scale_BQH, bqh, (torch.float32,))
+        require_tensor("rows", self.rows_SB, row_shape, (torch.uint8,))
+        pages = self.table_BN.shape[-1]
+        require_tensor("table", self.table_BN, (batch, pages), (torch.int32,), contiguous=False)
+        require_tensor("length", self.length_B, (batch,), (torch.int32,))
+        require_tensor("out", self.out_BQHL, (*bqh, width), (torch.bfloat16, torch.float32))
+        require_tensor("lse", self.lse_BQH, bqh, (torch.float32,))

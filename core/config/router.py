@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tpla.core.config.environment import API_KEY_VARIABLE, read
+from tpla.core.config.validation import Seconds, explain
 from tpla.core.config.worker import Role
 from tpla.core.errors import ConfigError
 
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -190,7 +190,7 @@ def parse_router_config(values: dict[str, object]) -> RouterConfig:
     try:
         return RouterConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
 
 
 def _without_none(values: dict[str, object]) -> dict[str, object]:
@@ -199,12 +199,3 @@ def _without_none(values: dict[str, object]) -> dict[str, object]:
         for name, value in values.items()
         if value is not None
     }
-
-
-def _explain(error: ValidationError) -> str:
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        shown = "***" if "api_key" in where else repr(item.get("input"))
-        parts.append(f"{where}={shown}: {item['msg']}" if where else item["msg"])
-    return "; ".join(parts)

@@ -8,10 +8,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tpla.core.config.environment import WORKER_CONFIG_VARIABLE, read
+from tpla.core.config.validation import Seconds, explain
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat
-
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class Role(str, Enum):
@@ -113,7 +112,7 @@ def parse_worker_config(values: dict[str, object]) -> WorkerConfig:
     try:
         return WorkerConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
 
 
 def worker_config_from_environment() -> WorkerConfig | None:
@@ -128,14 +127,4 @@ def worker_config_from_environment() -> WorkerConfig | None:
     try:
         return WorkerConfig.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(f"{WORKER_CONFIG_VARIABLE}: {_explain(error)}") from error
-
-
-def _explain(error: ValidationError) -> str:
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "configuration"
-        parts.append(
-            f"{where}={item.get('input')!r}: {item['msg']}" if item["loc"] else item["msg"]
-        )
-    return "; ".join(parts)
+        raise ConfigError(f"{WORKER_CONFIG_VARIABLE}: {explain(error)}") from error

@@ -147,7 +147,7 @@ def test_bad_arguments_are_refused() -> None:
         replace_case(inputs, kv_format=KVFormat.FP32)
     inputs = build(DecodeCase((20,)))
     inputs.table_BN = inputs.table_BN.long()
-    with pytest.raises(ValueError, match="table must be int32"):
+    with pytest.raises(ValueError, match=r"table must be .*int32"):
         inputs.run()
     with pytest.raises(ValueError, match="length must be contiguous int32"):
         DecodeWorkspace(1, 1, 4, inputs.case.layout, SMALL, 2, DEVICE).schedule(
