@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tpla.core.checkpoint import MANIFEST_NAME, Manifest
 from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
+from tpla.workers.ports import free_ports
 
 REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
 """The embedded model; it comes with a checkout, not with a wheel."""
@@ -78,26 +77,17 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
     model, conversion = _converted_model(options)
     workers: list[ProcessPlan] = []
     router_arguments: list[str] = []
-    ports = iter(free_ports(2 * prefill_workers + decode_workers))
+    ports = iter(free_ports(3 * prefill_workers + 2 * decode_workers))
     for index in range(prefill_workers):
-        port, bootstrap_port = next(ports), next(ports)
+        port, ranks_port, bootstrap_port = next(ports), next(ports), next(ports)
         extra = ("--disaggregation-bootstrap-port", str(bootstrap_port))
-        workers.append(_worker(options, model, Role.PREFILL, index, port, extra))
+        workers.append(_worker(options, model, Role.PREFILL, index, port, ranks_port, extra))
         router_arguments += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap_port)]
     for index in range(decode_workers):
-        port = next(ports)
-        workers.append(_worker(options, model, Role.DECODE, index, port, ()))
+        port, ranks_port = next(ports), next(ports)
+        workers.append(_worker(options, model, Role.DECODE, index, port, ranks_port, ()))
         router_arguments += ["--decode", f"http://127.0.0.1:{port}"]
     return DeploymentPlan(model, tuple(workers), _router(options, router_arguments), conversion)
-
-
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nothing listens on now."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:  # all are held until the last is known: else one may come twice
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _workers_of(role: str, ranks: int, tp_size: int) -> int:
@@ -115,6 +105,7 @@ def _worker(
     role: Role,
     index: int,
     port: int,
+    ranks_port: int,
     extra: tuple[str, ...],
 ) -> ProcessPlan:
     tp_size = options.prefill_tp if role is Role.PREFILL else options.decode_tp
@@ -124,7 +115,8 @@ def _worker(
         *("--transfer", options.transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
         *(("--kv-format", options.kv_format) if options.kv_format else ()),
         *("--served-model-name", served_name(options.model)),
-        *("--port", str(port), "--tp-size", str(tp_size)),
+        # --nccl-port, where its ranks meet: workers that start together must not choose the same.
+        *("--port", str(port), "--nccl-port", str(ranks_port), "--tp-size", str(tp_size)),
         *extra,
         *options.sglang_arguments,
     ]

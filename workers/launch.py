@@ -17,6 +17,7 @@ from tpla.core.config.environment import (
 )
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import RankShard, ShardPlan
+from tpla.workers.ports import free_ports
 
 TRANSFER_BACKENDS = {"zmq": "tpla_zmq"}
 
@@ -85,6 +86,9 @@ def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...])
         "--disaggregation-mode": config.role.value,
         "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer.value],
         "--host": _DEFAULT_HOST,
+        # SGLang's own choice is a port for outgoing connections, which may be taken by the time
+        # that the ranks meet there.
+        "--nccl-port": str(*free_ports(1)),
     }
     if config.device == "cpu":
         # --max-total-tokens bounds the pool. The fraction is of memory that all processes of the

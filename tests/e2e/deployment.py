@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from tests.e2e.servers import REPOSITORY, stop_tree
-from tpla.workers.deployment import free_ports
+from tpla.workers.ports import free_ports
 
 MODEL = "tpla-reference"
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tpla.workers.deployment import free_ports
+from tpla.workers.ports import free_ports
 
 START_SECONDS = 420
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,12 +41,13 @@ class Worker:
     """One ``tpla worker`` process with its ranks."""
 
     def __init__(self, role: str, model: Path, log: Path, *arguments: str) -> None:
-        self.port, self.bootstrap_port = free_ports(2)
+        self.port, self.bootstrap_port, ranks_port = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [
             *(sys.executable, "-m", "tpla.core.cli", "worker", role, "--model", str(model)),
-            *("--port", str(self.port), "--skip-server-warmup", *arguments),
+            *("--port", str(self.port), "--nccl-port", str(ranks_port)),
+            *("--skip-server-warmup", *arguments),
         ]
         if role == "prefill":
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]

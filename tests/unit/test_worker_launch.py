@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
-from tpla.workers.deployment import DeploymentOptions, free_ports, plan_deployment
+from tpla.workers import ports
+from tpla.workers.deployment import DeploymentOptions, plan_deployment
 from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
+from tpla.workers.ports import free_ports
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +117,32 @@ def test_ranks_are_divided_into_workers_that_the_router_knows(tmp_path: Path) ->
         assert url in plan.router.command
 
 
-def test_every_process_has_ports_of_its_own() -> None:
-    assert len(set(free_ports(200))) == 200
+def test_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
+    plan = plan_deployment(deployment(tmp_path))
+    flags = ("--port", "--nccl-port", "--disaggregation-bootstrap-port")
+    chosen = [
+        command[index + 1]
+        for command in (worker.command for worker in plan.workers)
+        for index, argument in enumerate(command)
+        if argument in flags
+    ]
+    assert len(chosen) == 10 and len(set(chosen)) == 10
+
+
+def test_ports_are_not_those_of_outgoing_connections() -> None:
+    lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = free_ports(200)
+    assert len(set(found)) == 200 and max(found) < lowest_outgoing
+
+
+def test_a_port_that_is_bound_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setattr(ports, "_RANGE", (port, port + 1))
+        monkeypatch.setattr(ports, "_OUTGOING", Path("/nowhere"))
+        with pytest.raises(ConfigError, match="only 0 of 1 TCP ports"):
+            free_ports(1)
 
 
 @pytest.mark.parametrize(
