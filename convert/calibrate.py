@@ -1,8 +1,9 @@
 """Layer by layer: measure the latent, choose its basis and logit scales.
 
-The calibration text's hidden states are the only thing carried from layer to layer. Of each layer
-the text passes twice: its latent projection alone for the covariance, then, rotated, the whole
-layer for the logit statistics and the next hidden states.
+The calibration text's hidden states are the only thing carried from layer to layer. Through each
+layer the text passes up to four times: its latent projection alone for the covariance; then, in the
+rotated basis, its attention for the logit scales, and again, with those, for the value alignment;
+at last the whole layer for the next hidden states.
 
 Shape suffixes: T tokens, E hidden size, R latent dims, H heads, N nope dims.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tpla.convert.alignment import Alignment, ValueStatistics, sliced_values
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.logit_scale import (
@@ -27,7 +29,7 @@ from tpla.convert.logit_scale import (
 )
 from tpla.convert.rewrite import LatentProjections, read_projections
 from tpla.convert.rotation import Method, make_rotation, spectrum
-from tpla.convert.sliced_attention import project, up_projections
+from tpla.convert.sliced_attention import Projected, project, up_projections
 from tpla.core.errors import CheckpointError
 from tpla.core.latent_layout import ShardPlan
 
@@ -41,18 +43,20 @@ class Recipe:
         method: which basis.
         logit_scale: which logit scales.
         seed: of random bases; layer i uses ``seed + i``.
+        alignment: which decode weights are fitted.
     """
 
     plan: ShardPlan
     method: Method
     logit_scale: LogitScale
     seed: int = 0
+    alignment: Alignment = Alignment.NONE
 
     @property
     def needs_text(self) -> bool:
         """Whether the recipe cannot do without calibration text."""
         fits = self.logit_scale is LogitScale.FIT and self.plan.groups > 1
-        return self.method is Method.PCA or fits
+        return self.method is Method.PCA or fits or self.alignment is not Alignment.NONE
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class LayerResult:
         rotated: its latent projections in the new basis.
         spectrum: share of the latent's energy along each rotated dim.
         logit_scales: ``[head][group]``.
+        values_GHWV: fitted value projections of decode, float64; None where none are.
     """
 
     layer: int
     rotated: LatentProjections
     spectrum: list[float]
     logit_scales: list[list[float]]
+    values_GHWV: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -92,11 +98,13 @@ def calibrate_on_text(
         rotated = read_projections(model.checkpoint, index).rotate(rotation_RR)
         for name, tensor in rotated.named().items():
             layer.self_attn.get_parameter(name).copy_(tensor)
-        statistics = _advance(model, layer, hidden, recipe)
-        scales_HG = _measured_scales(recipe, statistics, layer.self_attn.num_heads)
-        yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), scales_HG.tolist())
+        scales_HG = _measured_scales(model, layer, hidden, recipe)
+        values_GHWV = _aligned_values(model, layer, hidden, recipe, scales_HG)
+        _advance(model, layer, hidden)
+        energies = spectrum(covariance_RR, rotation_RR)
+        yield LayerResult(index, rotated, energies, scales_HG.tolist(), values_GHWV)
         # Freed before the next layer is read: a reference kept here would double the peak.
-        del layer, rotated
+        del layer, rotated, values_GHWV
 
 
 @torch.no_grad()
@@ -149,31 +157,51 @@ def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tenso
     return total / tokens
 
 
-def _advance(
-    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], recipe: Recipe
-) -> LogitStatistics | None:
-    """Replace each hidden state by the layer's output; gather logit statistics if they are used."""
-    decoder: Any = layer
-    attention = decoder.self_attn
-    statistics = None
-    if recipe.plan.groups > 1 and recipe.logit_scale is not LogitScale.ONE:
-        statistics = LogitStatistics(attention.num_heads, recipe.plan, model.device)
-    w_uk_HNR, _ = up_projections(attention)
+def _advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
+    """Replace each hidden state by the layer's output."""
     for position, hidden_TE in enumerate(hidden):
+        hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
+
+
+def _seen(model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor]) -> Iterator[Projected]:
+    """What the layer's attention reads of each sequence."""
+    for hidden_TE in hidden:
         rotary = model.rotary(hidden_TE.shape[0])
-        if statistics is not None:
-            seen = project(attention, decoder.input_layernorm(hidden_TE), rotary)
-            statistics.update(seen, w_uk_HNR, attention.scaling)
-        hidden[position] = run_layer(layer, hidden_TE, rotary)
-    return statistics
+        yield project(layer.self_attn, layer.input_layernorm(hidden_TE), rotary)
 
 
 def _measured_scales(
-    recipe: Recipe, statistics: LogitStatistics | None, heads: int
+    model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor], recipe: Recipe
 ) -> torch.Tensor:
-    if statistics is None:
-        return torch.ones(heads, recipe.plan.groups)
+    """Logit scales ``[H, G]`` of the rotated layer."""
+    attention = layer.self_attn
+    if recipe.plan.groups == 1 or recipe.logit_scale is LogitScale.ONE:
+        return torch.ones(attention.num_heads, recipe.plan.groups)
+    statistics = LogitStatistics(attention.num_heads, recipe.plan, model.device)
+    w_uk_HNR, _ = up_projections(attention)
+    for seen in _seen(model, layer, hidden):
+        statistics.update(seen, w_uk_HNR, attention.scaling)
     return statistics.fit() if recipe.logit_scale is LogitScale.FIT else statistics.energy()
+
+
+def _aligned_values(
+    model: LayeredModel,
+    layer: Any,
+    hidden: Sequence[torch.Tensor],
+    recipe: Recipe,
+    scales_HG: torch.Tensor,
+) -> torch.Tensor | None:
+    """Value projections of decode ``[G, H, W, V]``, if the recipe fits them."""
+    plan, attention = recipe.plan, layer.self_attn
+    if plan.groups == 1 or recipe.alignment is Alignment.NONE:
+        return None
+    w_uk_HNR, w_uv_HVR = up_projections(attention)
+    heads, value_dims, _ = w_uv_HVR.shape
+    statistics = ValueStatistics(heads, value_dims, plan, model.device)
+    for seen in _seen(model, layer, hidden):
+        statistics.update(seen, w_uk_HNR, w_uv_HVR, scales_HG, attention.scaling)
+    fitted_HDV = statistics.solve(sliced_values(w_uv_HVR, plan))
+    return fitted_HDV.unflatten(1, (plan.groups, plan.latent_width)).transpose(0, 1).contiguous()
 
 
 def _key_projection(projections: LatentProjections, heads: int, nope: int) -> torch.Tensor:

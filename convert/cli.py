@@ -20,6 +20,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from tpla.convert import evaluate as evaluation
+from tpla.convert.alignment import Alignment
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import (
     ConversionOptions,
@@ -97,6 +98,13 @@ def _convert(
         int | None, typer.Option(help="tokens of a sequence (default: 2048 or the model's limit)")
     ] = None,
     per_document: Annotated[bool, typer.Option("--per-document", help=_PER_DOCUMENT)] = False,
+    align: Annotated[
+        Alignment | None,
+        typer.Option(
+            help="decode weights to fit; the prefill checkpoint stays exact. Default: values, "
+            "where there is calibration text"
+        ),
+    ] = None,
     dtype: Annotated[
         FloatType | None,
         typer.Option(
@@ -127,14 +135,15 @@ def _convert(
         seed=seed,
         device=_device(device),
         compute_dtype=compute_dtype.torch,
+        alignment=align,
     )
     with _progress_bar() as progress:
         manifest = convert_checkpoint(src, dst, options, progress)
     plan = manifest.plan
     print(
         f"{dst}: {len(manifest.spectrum)} layers, {manifest.method}, {plan.groups} groups of "
-        f"{plan.slice_width} dims, {plan.core_dims} core dims, fingerprint "
-        f"{manifest.fingerprint[:16]}"
+        f"{plan.slice_width} dims, {plan.core_dims} core dims, alignment {manifest.alignment}, "
+        f"fingerprint {manifest.fingerprint[:16]}"
     )
 
 
@@ -158,6 +167,9 @@ def _ppl(
     prefill: Annotated[
         int, typer.Option(help="positions below it are prefilled exactly and not scored")
     ] = 0,
+    score_from: Annotated[
+        int | None, typer.Option(help="first position that is scored (default: prefill)")
+    ] = None,
     out: _Json = None,
     max_tokens: _MaxTokens = 65536,
     per_document: _PerDocument = False,
@@ -167,7 +179,7 @@ def _ppl(
     """Perplexity, KL from the exact model and top-1 agreement of one way to decode."""
     subject = evaluation.Subject(model, _device(device), dtype.torch)
     sequences = _sequences(subject, text, context, max_tokens, per_document)
-    specs = [subject.spec(mode, kv_format, prefill)]
+    specs = [subject.spec(mode, kv_format, prefill, score_from)]
     (row,) = _measure(subject, sequences, specs, context)
     if out is not None:
         _write_json(out, asdict(row))
@@ -184,7 +196,10 @@ def _table(
     device: _Device = "cpu",
     dtype: _Dtype = FloatType.FLOAT32,
 ) -> None:
-    """MLA, GLA and TPLA; decode from the first token, and after a prefill of half the context."""
+    """MLA, GLA and TPLA; decode from the first token, and after a prefill of half the context.
+
+    Every row scores the second half.
+    """
     subject = evaluation.Subject(model, _device(device), dtype.torch)
     sequences = _sequences(subject, text, context, max_tokens, per_document)
     specs = evaluation.table_specs(subject, context)

@@ -1,7 +1,7 @@
 """Perplexity and divergence of decode approximations from the exact model.
 
 The exact model and every way to decode run side by side, one layer in memory at a time; each keeps
-the hidden states of all sequences. Scored are the tokens at positions > ``prefill``, that is, the
+the hidden states of all sequences. Scored are the tokens after ``scored_from``, that is, the
 predictions of the queries that the approximation applies to.
 
 Shape suffixes: T tokens, E hidden size, V vocabulary.
@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
-from tpla.core.checkpoint import MANIFEST_NAME, Manifest, fingerprint
+from tpla.core.checkpoint import (
+    MANIFEST_NAME,
+    VALUES_TENSOR,
+    Manifest,
+    fingerprint,
+    values_path,
+)
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
 
@@ -48,6 +55,7 @@ class EvalRow:
         ppl: perplexity.
         kl: mean KL(exact || this), nats.
         top1: share of positions where the most likely token is the exact model's.
+        scored_from: predictions of positions from here on are scored.
     """
 
     mode: str
@@ -61,6 +69,7 @@ class EvalRow:
     ppl: float
     kl: float
     top1: float
+    scored_from: int
 
 
 class Subject:
@@ -87,8 +96,11 @@ class Subject:
                 raise CheckpointError(
                     f"{directory}/{MANIFEST_NAME} was written for other weights; convert again"
                 )
+            self.manifest.check_values(directory)
 
-    def spec(self, mode: Mode, kv_format: KVFormat, prefill: int) -> DecodeSpec:
+    def spec(
+        self, mode: Mode, kv_format: KVFormat, prefill: int, scored_from: int | None = None
+    ) -> DecodeSpec:
         """The decoding that the checkpoint's manifest describes, or plain MLA.
 
         Raises:
@@ -96,12 +108,18 @@ class Subject:
         """
         if mode is Mode.MLA:
             rank = int(self.model.config.kv_lora_rank)
-            return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill)
-        return DecodeSpec(mode, self._manifest().plan, kv_format, prefill)
+            return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill, scored_from)
+        return DecodeSpec(mode, self._manifest().plan, kv_format, prefill, scored_from)
 
     def scales(self, layer: int) -> list[list[float]] | None:
         """Logit scales of ``layer``, None for a checkpoint that was not converted."""
         return None if self.manifest is None else self.manifest.logit_scales[layer]
+
+    def values(self, layer: int) -> torch.Tensor | None:
+        """Fitted value projections of ``layer``, ``[G, H, W, V]``; None where decode has none."""
+        if self.manifest is None or not self.manifest.aligned:
+            return None
+        return load_file(values_path(self.checkpoint.directory, layer))[VALUES_TENSOR]
 
     @property
     def method(self) -> str:
@@ -132,14 +150,14 @@ def evaluate_specs(
         progress: called with stage, parts done, parts in all.
 
     Raises:
-        ConfigError: no sequence is longer than a spec's prefill and the token to predict.
+        ConfigError: no sequence is longer than what a spec does not score.
     """
     for spec in specs:
-        if not any(ids.shape[0] > spec.prefill + 1 for ids in sequences):
+        if not any(ids.shape[0] > spec.first_scored + 1 for ids in sequences):
             raise ConfigError(
-                f"prefill={spec.prefill} leaves nothing to score: the longest sequence has "
-                f"{max(ids.shape[0] for ids in sequences)} tokens; lower --prefill or give more "
-                "text"
+                f"prefill={spec.prefill}, scored from {spec.first_scored}, leaves nothing to "
+                f"score: the longest sequence has {max(ids.shape[0] for ids in sequences)} tokens; "
+                "lower --prefill or --score-from, or give more text"
             )
     exact, others = _hidden_states(subject, sequences, specs, progress)
     scores = [_Score() for _ in specs]
@@ -154,9 +172,12 @@ def evaluate_specs(
 
 
 def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
-    """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8."""
+    """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8.
+
+    All score the second half of the context, so that their figures compare.
+    """
     return [
-        subject.spec(mode, kv_format, prefill)
+        subject.spec(mode, kv_format, prefill, context // 2)
         for mode in Mode
         for prefill in (0, context // 2)
         for kv_format in (KVFormat.FP32, KVFormat.FP8)
@@ -194,8 +215,8 @@ def _hidden_states(
         _advance(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
-                install(layer, spec, subject.scales(index))
-                _advance(model, layer, hidden, spec.prefill)
+                install(layer, spec, subject.scales(index), subject.values(index))
+                _advance(model, layer, hidden, spec.first_scored)
                 uninstall(layer)
         del layer
     progress("layers", model.layers, model.layers)
@@ -203,11 +224,11 @@ def _hidden_states(
 
 
 def _advance(
-    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], prefill: int = 0
+    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], first_scored: int = 0
 ) -> None:
-    """Replace hidden states by the layer's output, where a position after ``prefill`` is scored."""
+    """Replace hidden states by the layer's output, in sequences where a position is scored."""
     for position, hidden_TE in enumerate(hidden):
-        if hidden_TE.shape[0] > prefill + 1:
+        if hidden_TE.shape[0] > first_scored + 1:
             hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
 
 
@@ -221,11 +242,11 @@ def _score_sequence(
 ) -> None:
     last = ids_T.shape[0] - 1
     targets_T = ids_T[1:].to(exact_TE.device)
-    for start in range(min(spec.prefill for spec in specs), last, _ROWS_AT_ONCE):
+    for start in range(min(spec.first_scored for spec in specs), last, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, last)
         exact_TV = head(exact_TE[start:stop]).float().log_softmax(-1)
         for spec, state_TE, score in zip(specs, states, scores, strict=True):
-            first = max(start, spec.prefill)
+            first = max(start, spec.first_scored)
             if first >= stop:
                 continue
             own_TV = exact_TV[first - start :]
@@ -247,4 +268,5 @@ def _row(method: str, spec: DecodeSpec, score: _Score, context: int) -> EvalRow:
         ppl=exp(score.nll / score.tokens),
         kl=score.kl / score.tokens,
         top1=score.agreed / score.tokens,
+        scored_from=spec.first_scored,
     )

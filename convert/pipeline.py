@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from tpla.convert.alignment import Alignment
 from tpla.convert.calibrate import LayerResult, Recipe, calibrate_on_text, calibrate_without_text
 from tpla.convert.checkpoint_io import (
     CONFIG_NAME,
+    DTYPES,
     INDEX_NAME,
     WIDE_FLOATS,
     Checkpoint,
@@ -31,10 +33,18 @@ from tpla.convert.checkpoint_io import (
 )
 from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
-from tpla.convert.rewrite import encode_projections
+from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
 from tpla.convert.text import load_tokenizer, read_sequences
-from tpla.core.checkpoint import MANIFEST_NAME, Manifest, fingerprint
+from tpla.core.checkpoint import (
+    MANIFEST_NAME,
+    VALUES_FOLDER,
+    VALUES_TENSOR,
+    Manifest,
+    fingerprint,
+    values_digest,
+    values_path,
+)
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import ShardPlan
 
@@ -64,6 +74,7 @@ class ConversionOptions:
         seed: of random bases.
         device: where calibration computes.
         compute_dtype: in which dtype calibration computes.
+        alignment: which decode weights are fitted; None: values, where there is text to fit on.
     """
 
     groups: int = 2
@@ -78,6 +89,7 @@ class ConversionOptions:
     seed: int = 0
     device: str = "cpu"
     compute_dtype: torch.dtype = torch.float32
+    alignment: Alignment | None = None
 
 
 def convert_checkpoint(
@@ -104,9 +116,12 @@ def convert_checkpoint(
         layers = int(checkpoint.config["num_hidden_layers"])
         spectra, scales = [], []
         (staging / _ROTATED).mkdir()
+        if recipe.alignment is not Alignment.NONE:
+            (staging / VALUES_FOLDER).mkdir()
         progress("layers", 0, layers)
         for result in results:
             _spill(staging / _ROTATED, checkpoint, result, options.dtype)
+            _write_values(staging, checkpoint, result, options.dtype)
             spectra.append(result.spectrum)
             scales.append(result.logit_scales)
             progress("layers", result.layer + 1, layers)
@@ -123,6 +138,8 @@ def convert_checkpoint(
             source_fingerprint=fingerprint(source),
             calibration=facts,
             version=_version(),
+            alignment=recipe.alignment.value,
+            values_digest=_digest(staging, recipe, layers),
         )
         manifest.save(staging)
     return manifest
@@ -156,14 +173,28 @@ def _recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
             "format; leave --dtype out"
         )
     plan = ShardPlan(rank, options.groups, options.core_dims)
-    recipe = Recipe(plan, options.method, options.logit_scale, options.seed)
+    recipe = Recipe(
+        plan, options.method, options.logit_scale, options.seed, _alignment(plan, options)
+    )
     if recipe.needs_text and options.calibration is None:
         raise ConfigError(
             f"method={recipe.method.value} with logit_scale={recipe.logit_scale.value} needs "
             "calibration text; give --calibration PATH, or use --method hadamard with "
-            "--logit-scale energy"
+            "--logit-scale energy and --align none"
         )
     return recipe
+
+
+def _alignment(plan: ShardPlan, options: ConversionOptions) -> Alignment:
+    if plan.groups == 1:
+        return Alignment.NONE
+    if options.alignment is None:
+        return Alignment.NONE if options.calibration is None else Alignment.VALUES
+    return options.alignment
+
+
+def _digest(staging: Path, recipe: Recipe, layers: int) -> str:
+    return "" if recipe.alignment is Alignment.NONE else values_digest(staging, layers)
 
 
 def _results(
@@ -224,6 +255,20 @@ def _spill(
     write_file(folder / f"{result.layer}.safetensors", outputs, {})
 
 
+def _write_values(
+    staging: Path, checkpoint: Checkpoint, result: LayerResult, dtype: torch.dtype | None
+) -> None:
+    """Fitted value projections, in the dtype that W_UKV is computed with."""
+    if result.values_GHWV is None:
+        return
+    name = attention_prefix(result.layer) + KV_B
+    quantized = checkpoint.is_quantized(name)
+    own = torch.bfloat16 if quantized else DTYPES[checkpoint.entry(name).dtype]
+    values_GHWV = result.values_GHWV.to(dtype or own)
+    output = OutputTensor.of(VALUES_TENSOR, values_GHWV)
+    write_file(values_path(staging, result.layer), [output], {})
+
+
 def _write_weights(
     checkpoint: Checkpoint, staging: Path, dtype: torch.dtype | None, progress: Progress
 ) -> None:
@@ -254,7 +299,9 @@ def _copy_other_files(checkpoint: Checkpoint, staging: Path, dtype: torch.dtype 
         return {
             name
             for name in names
-            if name.startswith(".") or name == MANIFEST_NAME or name.endswith(_OTHER_WEIGHTS)
+            if name.startswith(".")
+            or name in (MANIFEST_NAME, VALUES_FOLDER)
+            or name.endswith(_OTHER_WEIGHTS)
         }
 
     shutil.copytree(checkpoint.directory, staging, ignore=ignored, dirs_exist_ok=True)

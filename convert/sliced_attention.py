@@ -52,21 +52,33 @@ class DecodeSpec:
         plan: division of the latent; one group for MLA.
         kv_format: how rows are stored.
         prefill: positions below this are prefilled exactly.
+        scored_from: an evaluation scores positions from here on; None: from ``prefill``.
 
     Raises:
-        ConfigError: MLA with groups, or a negative prefill.
+        ConfigError: MLA with groups, a negative prefill, or exact positions that are scored.
     """
 
     mode: Mode
     plan: ShardPlan
     kv_format: KVFormat
     prefill: int = 0
+    scored_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode is Mode.MLA and self.plan.groups != 1:
             raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
         if self.prefill < 0:
             raise ConfigError(f"prefill={self.prefill} must be at least 0")
+        if self.first_scored < self.prefill:
+            raise ConfigError(
+                f"scored from {self.scored_from}, but positions below prefill={self.prefill} are "
+                "exact; raise --score-from or lower --prefill"
+            )
+
+    @property
+    def first_scored(self) -> int:
+        """First position whose prediction an evaluation scores."""
+        return self.prefill if self.scored_from is None else self.scored_from
 
     @property
     def is_exact(self) -> bool:
@@ -123,13 +135,18 @@ class SlicedAttention:
         attention: the HuggingFace module.
         spec: how to decode.
         scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
+        values_GHWV: fitted value projections of TPLA's groups; slices of W_UV where absent.
 
     Raises:
         ConfigError: GLA with a number of heads that the groups do not divide.
     """
 
     def __init__(
-        self, attention: Any, spec: DecodeSpec, scales_HG: torch.Tensor | None = None
+        self,
+        attention: Any,
+        spec: DecodeSpec,
+        scales_HG: torch.Tensor | None = None,
+        values_GHWV: torch.Tensor | None = None,
     ) -> None:
         if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
             raise ConfigError(
@@ -139,6 +156,7 @@ class SlicedAttention:
         ones = torch.ones(attention.num_heads, spec.plan.groups)
         self.attention, self.spec = attention, spec
         self.scales_HG = ones if scales_HG is None else scales_HG
+        self.values_GHWV = values_GHWV
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
@@ -201,6 +219,8 @@ class SlicedAttention:
         context_HQW = attend(
             query_HQW, seen.q_rope_HTD[heads, start:], latent_TW, rope_TD, self.attention.scaling
         )
+        if self.values_GHWV is not None:
+            return context_HQW @ self.values_GHWV[group].to(context_HQW)
         if mode is Mode.TPLA and group != CORE_VALUE_GROUP:
             context_HQW[..., : plan.core_dims] = 0
         return context_HQW @ w_uv_HVR[heads][..., dims].transpose(1, 2)
@@ -252,17 +272,24 @@ def rank_dims(plan: ShardPlan, group: int) -> torch.Tensor:
     return torch.cat([torch.arange(plan.core_dims), torch.arange(start, stop)])
 
 
-def install(layer: nn.Module, spec: DecodeSpec, scales: list[list[float]] | None = None) -> None:
+def install(
+    layer: nn.Module,
+    spec: DecodeSpec,
+    scales: list[list[float]] | None = None,
+    values_GHWV: torch.Tensor | None = None,
+) -> None:
     """Make a HuggingFace decoder layer decode by ``spec``.
 
     Args:
         layer: ``DeepseekV2DecoderLayer`` or ``DeepseekV3DecoderLayer``; changed in place.
         spec: how to decode.
         scales: the manifest's logit scales of this layer, ``[head][group]``; used by TPLA alone.
+        values_GHWV: the layer's fitted value projections, likewise.
     """
     attention: Any = layer.self_attn
-    scales_HG = torch.tensor(scales) if spec.mode is Mode.TPLA and scales else None
-    attention.forward = SlicedAttention(attention, spec, scales_HG)
+    sliced = spec.mode is Mode.TPLA
+    scales_HG = torch.tensor(scales) if sliced and scales else None
+    attention.forward = SlicedAttention(attention, spec, scales_HG, values_GHWV if sliced else None)
 
 
 def uninstall(layer: nn.Module) -> None:

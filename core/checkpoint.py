@@ -10,13 +10,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import ShardPlan
 
 MANIFEST_NAME = "tpla.json"
 MANIFEST_SCHEMA = 1
+UNALIGNED = "none"
+"""The ``alignment`` of a checkpoint whose decode uses slices of its own weights."""
+
+VALUES_TENSOR = "values"
+"""The one tensor of :func:`values_path`."""
+
+VALUES_FOLDER = "tpla_decode"
 
 _SAMPLE_BYTES = 4096
+_DIGEST_BYTES = 1 << 20
 _ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")
 
 
@@ -36,6 +46,9 @@ class Manifest:
         source_fingerprint: the same of the checkpoint that was converted.
         calibration: facts about the calibration text (path, tokens, context, ...).
         version: release of this package that wrote the file.
+        alignment: which decode weights were fitted, ``values`` or ``none``; see
+            :func:`values_path`.
+        values_digest: :func:`values_digest` of the fitted value projections.
     """
 
     plan: ShardPlan
@@ -47,6 +60,25 @@ class Manifest:
     source_fingerprint: str
     calibration: dict[str, Any] = field(default_factory=dict)
     version: str = ""
+    alignment: str = UNALIGNED
+    values_digest: str = ""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether decode has value projections of its own."""
+        return self.alignment != UNALIGNED
+
+    def check_values(self, directory: Path) -> None:
+        """The fitted value projections in ``directory`` are those that this manifest describes.
+
+        Raises:
+            CheckpointError: they are not, or are absent.
+        """
+        if self.aligned and values_digest(directory, len(self.logit_scales)) != self.values_digest:
+            raise CheckpointError(
+                f"{directory}/{VALUES_FOLDER}: the fitted value projections are not those that "
+                f"{MANIFEST_NAME} describes; convert the model again"
+            )
 
     def save(self, directory: Path) -> None:
         """Write ``tpla.json`` into ``directory``."""
@@ -83,6 +115,34 @@ class Manifest:
             raise CheckpointError(
                 f"{path} is malformed ({error}); convert the model again"
             ) from error
+
+
+def values_path(directory: Path, layer: int) -> Path:
+    """File of a layer's fitted value projections, ``[group, head, latent_width, v_head_dim]``.
+
+    In a folder of its own: loaders of the checkpoint read every safetensors file beside it.
+    """
+    return directory / VALUES_FOLDER / f"layer-{layer:05d}.safetensors"
+
+
+def values_digest(directory: Path, layers: int) -> str:
+    """xxh3-128 over the fitted value projections of all layers.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for layer in range(layers):
+        path = values_path(directory, layer)
+        try:
+            with path.open("rb") as handle:
+                while piece := handle.read(_DIGEST_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}); convert the model again"
+            ) from error
+    return digest.hexdigest()
 
 
 def fingerprint(directory: Path) -> str:

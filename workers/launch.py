@@ -145,6 +145,7 @@ def _check_manifest(model: Path, groups: int | None) -> int:
             f"{model}: the weights are not those that tpla.json describes (fingerprint "
             f"{found[:12]}, expected {manifest.fingerprint[:12]}); convert the model again"
         )
+    manifest.check_values(model)
     if groups is not None and groups != manifest.plan.groups:
         raise ConfigError(
             f"--groups {groups}, but {model} was converted for {manifest.plan.groups}; "

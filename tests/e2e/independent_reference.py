@@ -6,7 +6,8 @@ generated token's query attends, once a group j, to the group's stored slice::
     logits_jh = scale (q~_h,core . c_core + mu_hj q~_h,Sj . c_Sj + q_h^PE . k^PE)
     o_h       = sum_j softmax(logits_jh) c_Sj W_UV,h,Sj  (+ softmax(logits_0h) c_core W_UV,h,core)
 
-with q~_h = q_h W_UK,h and everything cached as the storage format leaves it.
+or, where the checkpoint has value projections fitted for decode, sum_j softmax(logits_jh)
+[c_core, c_Sj] W_j,h, with q~_h = q_h W_UK,h and everything cached as the storage format leaves it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -25,6 +27,7 @@ class Plan:
     groups: int
     core: int
     scales: Any  # [layer][head][group]
+    values: Any = None  # [layer][group, head, dims, value]
 
     @classmethod
     def of(cls, model: Path, sliced: bool, layers: int, heads: int) -> Plan:
@@ -32,7 +35,12 @@ class Plan:
             return cls(1, 0, torch.ones(layers, heads, 1))
         document = json.loads((model / "tpla.json").read_text())
         plan = document["plan"]
-        return cls(plan["groups"], plan["core_dims"], torch.tensor(document["logit_scales"]))
+        values = None
+        if document["alignment"] == "values":
+            files = sorted((model / "tpla_decode").iterdir())
+            values = [load_file(file)["values"] for file in files]
+        scales = torch.tensor(document["logit_scales"])
+        return cls(plan["groups"], plan["core_dims"], scales, values)
 
 
 def stored(latent: torch.Tensor, rope: torch.Tensor, kv_format: str) -> tuple[Any, Any]:
@@ -115,6 +123,8 @@ class Attention:
             projection = w_uv[..., core + part].clone()
             if j > 0:
                 projection[..., : len(core)] = 0
+            if self.plan.values is not None:
+                projection = self.plan.values[self.layer][j].float().transpose(1, 2)
             total = total + torch.einsum("htr,hvr->htv", read, projection)
         return total
 

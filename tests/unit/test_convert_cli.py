@@ -16,7 +16,7 @@ from tpla.core.checkpoint import Manifest
 
 FIELDS = [
     *("mode", "groups", "core_dims", "method", "kv_format", "context", "prefill", "tokens"),
-    *("ppl", "kl", "top1"),
+    *("ppl", "kl", "top1", "scored_from"),
 ]
 
 
@@ -79,6 +79,7 @@ def test_eval_table_compares_the_modes(
         for prefill in (0, 50)
         for kv_format in ("fp32", "fp8")
     ]
+    assert len({(row["tokens"], row["scored_from"]) for row in rows}) == 1, "figures must compare"
 
 
 def test_a_plain_checkpoint_can_be_measured_as_mla(

@@ -75,7 +75,10 @@ def test_files_and_their_tensors_keep_their_places(
 ) -> None:
     convert_checkpoint(source, tmp_path / "out", ConversionOptions(calibration=text, max_tokens=99))
     names = {path.name for path in source.iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"tpla.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {
+        "tpla.json",
+        "tpla_decode",
+    }
     for path in source.glob("*.safetensors"):
         with safe_open(path, "pt") as old, safe_open(tmp_path / "out" / path.name, "pt") as new:
             assert set(old.keys()) == set(new.keys())
@@ -125,8 +128,11 @@ def test_the_same_command_writes_the_same_bytes(source: Path, text: Path, tmp_pa
     options = ConversionOptions(calibration=text, max_tokens=200, context=128)
     for name in ("a", "b"):
         convert_checkpoint(source, tmp_path / name, options)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert tmp_path / "a" / "tpla_decode" / "layer-00001.safetensors" in files
+    for path in files:
+        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        assert path.read_bytes() == other.read_bytes(), path.name
 
 
 def test_wider_weights_make_a_bfloat16_checkpoint_exact(text: Path, tmp_path: Path) -> None:

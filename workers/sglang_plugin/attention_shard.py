@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import get_parallel
 
-from tpla.core.checkpoint import Manifest
+from tpla.core.checkpoint import VALUES_TENSOR, Manifest, values_path
 from tpla.core.errors import HookError
 from tpla.core.latent_layout import CORE_VALUE_GROUP, RankShard, ShardPlan
 
@@ -68,7 +70,14 @@ def _head_sharding(shard: RankShard) -> Iterator[None]:
         deepseek_v2.get_parallel = original
 
 
-def make_shard_attention(base: type, manifest: Manifest) -> type:
+def read_aligned_values(path: Path, group: int, first: int, heads: int) -> torch.Tensor:
+    """This rank's part ``[H, L, V]`` of a layer's fitted value projections, on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        part_HLV: torch.Tensor = file.get_slice(VALUES_TENSOR)[group, first : first + heads]
+    return part_HLV
+
+
+def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> type:
     """Subclass SGLang's ``DeepseekV2AttentionMLA`` for the ranks of a TPLA decode worker."""
     plan = manifest.plan
 
@@ -109,6 +118,10 @@ def make_shard_attention(base: type, manifest: Manifest) -> type:
             self.w_kc, self.w_vc = slice_absorbed_weights(
                 self.w_kc, self.w_vc, plan, group, logit_scale_H
             )
+            if manifest.aligned:
+                path = values_path(checkpoint, self.layer_id)
+                aligned_HLV = read_aligned_values(path, group, first, self.num_local_heads)
+                self.w_vc = aligned_HLV.to(self.w_vc.device, self.w_vc.dtype).contiguous()
 
         def forward_absorb_core(
             self, q_pe: Any, k_pe: Any, q_nope_out: Any, k_nope: Any, *rest: Any, **kwargs: Any

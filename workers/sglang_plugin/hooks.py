@@ -148,4 +148,4 @@ def _install_shard_attention(config: WorkerConfig) -> None:
         return
     manifest = load_manifest(config)
     assert manifest is not None
-    deepseek_v2.DeepseekV2AttentionMLA = make_shard_attention(base, manifest)
+    deepseek_v2.DeepseekV2AttentionMLA = make_shard_attention(base, manifest, Path(config.model))
