@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import REFERENCE_MODEL, Conversions, StartWorker, worker_set
 from tests.e2e.independent_reference import Reference
-from tests.e2e.prompts import STOP, chat_prompts
+from tests.e2e.prompts import STOP, chat_prompts, counting_prompts
 from tests.e2e.servers import Worker, ask, idle
 from tests.unit.checkpoints import edit_config, make_checkpoint
 
@@ -176,13 +176,12 @@ def test_equality_survives_retraction(fleet: Started) -> None:
     if not small:
         pytest.skip("no worker of this fleet has a small pool")
     worker = fleet.decodes[small[0]]
-    prompts = [prompt[:60] for prompt in chat_prompts(12, seed=9, longest=60)]
-    alone = [ask(fleet.prefill, worker, prompt, 120, ignore_eos=True).ids for prompt in prompts]
+    prompts = counting_prompts(14)
+    alone = [ask(fleet.prefill, worker, prompt, 200).ids for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(
-            pool.map(lambda p: ask(fleet.prefill, worker, p, 120, ignore_eos=True), prompts)
-        )
+        answers = list(pool.map(lambda p: ask(fleet.prefill, worker, p, 200), prompts))
     assert [answer.ids for answer in answers] == alone
+    assert all(len(ids) > 120 for ids in alone), "too short to fill the pool"
     retractions = [a.decode.json()["meta_info"].get("num_retractions", 0) for a in answers]
     assert sum(retractions) > 0, "the pool was large enough: nothing was retracted"
 

@@ -37,7 +37,8 @@ from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 _FETCH_PATIENCE_SECONDS = 0.2
-_REASON_PATIENCE_SECONDS = 0.05
+_REASON_PATIENCE_SECONDS = 0.5
+_REASON_POLL_SECONDS = 0.002
 
 
 class TplaKVManager(CommonKVManager):
@@ -124,11 +125,12 @@ class TplaKVManager(CommonKVManager):
         """Why the room failed, None when only another rank knows.
 
         The first rank answers the client, and prefill's word of another rank's failure may be on
-        its way to it: that is worth a moment.
+        its way to it. That is worth a moment of this scheduler's time, on a busy host half a
+        second, since a request that fails without a reason cannot be explained to anybody.
         """
         deadline = time.monotonic() + _REASON_PATIENCE_SECONDS
         while room not in self.failure_records and time.monotonic() < deadline:
-            time.sleep(_REASON_PATIENCE_SECONDS / 10)
+            time.sleep(_REASON_POLL_SECONDS)
         with self.failure_lock:
             return self.failure_records.pop(room, None)
 
