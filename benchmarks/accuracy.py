@@ -1,0 +1,122 @@
+"""What decode loses against the bytes that a rank caches, plan by plan.
+
+    python -m tpla.benchmarks.accuracy --calibration TRAIN --text HELD_OUT --json OUT --plot OUT.png
+
+Each plan, ``groups:core_dims``, is converted twice, with and without decode-only alignment, and
+evaluated with FP8 rows after an exact prefill of half the context. Figures: KL to exact MLA,
+perplexity, agreement; bytes of a row on one rank, and as a share of the whole latent's FP8 row.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tpla.benchmarks.transfer import header
+from tpla.convert.alignment import Alignment
+from tpla.convert.evaluate import Subject, evaluate_specs
+from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.sliced_attention import Mode
+from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.workers.deployment import REFERENCE_MODEL
+
+PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
+_COLUMNS = ("groups", "core_dims", "alignment", "row_bytes", "row_share", "kl", "ppl", "top1")
+
+
+def measure(
+    model: Path, options: ConversionOptions, text: Path, context: int, max_tokens: int
+) -> dict[str, Any]:
+    """Convert ``model`` and evaluate decode after half a context of exact prefill."""
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = convert_checkpoint(model, Path(folder) / "converted", options)
+        subject = Subject(Path(folder) / "converted")
+        tokenizer = load_tokenizer(model)
+        sequences = read_sequences(text, tokenizer, context, max_tokens, False)
+        spec = subject.spec(Mode.TPLA, KVFormat.FP8, context // 2)
+        (row,) = evaluate_specs(subject, sequences, [spec], context)
+    rope = int(subject.model.config.qk_rope_head_dim)
+    sliced = LatentLayout(manifest.plan, 0, rope, KVFormat.FP8)
+    whole = LatentLayout(ShardPlan(manifest.plan.kv_lora_rank), 0, rope, KVFormat.FP8)
+    return {
+        **asdict(row),
+        "alignment": manifest.alignment,
+        "row_bytes": sliced.row_bytes,
+        "row_share": sliced.row_bytes / whole.row_bytes,
+    }
+
+
+def draw(rows: list[dict[str, Any]], picture: Path) -> None:
+    """KL over the share of a row, with and without alignment."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for alignment, mark in ((Alignment.NONE, "o"), (Alignment.VALUES, "^")):
+        chosen = [row for row in rows if row["alignment"] == alignment.value]
+        axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
+                  label=f"alignment: {alignment.value}")  # fmt: skip
+    for row in rows:
+        if row["alignment"] == Alignment.NONE.value:
+            label = f"g={row['groups']}, core {row['core_dims']}"
+            axes.annotate(label, (row["row_share"], row["kl"]), (4, 4), fontsize=7,
+                          textcoords="offset points")  # fmt: skip
+    axes.set(yscale="log", xlabel="bytes of a rank's FP8 row / of the whole latent's",
+             ylabel="KL to exact MLA")  # fmt: skip
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+def main(
+    calibration: Annotated[Path, typer.Option(help="text to convert with")],
+    text: Annotated[Path, typer.Option(help="text to evaluate on")],
+    model: Annotated[Path, typer.Option(help="checkpoint to convert")] = REFERENCE_MODEL,
+    plan: Annotated[list[str] | None, typer.Option(help="GROUPS:CORE_DIMS, repeatable")] = None,
+    context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    calibration_tokens: Annotated[int, typer.Option(help="to convert with, at most")] = 16384,
+    max_tokens: Annotated[int, typer.Option(help="to evaluate on, at most")] = 6144,
+    json_path: Annotated[Path | None, typer.Option("--json", help="file to write")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture to write")] = None,
+) -> None:
+    """Measure every plan with and without alignment."""
+    console, rows = Console(), []
+    plans = [tuple(map(int, each.split(":"))) for each in plan or PLANS]
+    work = [(plan, alignment) for plan in plans for alignment in Alignment]
+    for (groups, core_dims), alignment in track(work, "plans", console=console):
+        options = ConversionOptions(
+            groups=groups,
+            core_dims=core_dims,
+            calibration=calibration,
+            max_tokens=calibration_tokens,
+            context=context,
+            dtype=torch.float32,
+            alignment=alignment,
+        )
+        rows.append(measure(model, options, text, context, max_tokens))
+    table = Table(*_COLUMNS)
+    for row in rows:
+        table.add_row(*(f"{row[c]:.5g}" if isinstance(row[c], float) else str(row[c])
+                        for c in _COLUMNS))  # fmt: skip
+    console.print(table)
+    if json_path is not None:
+        document = {"header": header(), "model": model.name, "rows": rows}
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    if plot is not None:
+        draw(rows, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)
