@@ -56,6 +56,21 @@ class Deployment:
             assert time.monotonic() < deadline, self.workers()
             time.sleep(0.5)
 
+    def revived(self, killed: dict[str, Any], timeout: float = 240) -> None:
+        """Wait until another process serves at a killed worker's address, and the router knows.
+
+        Health alone would not do: the router may not have noticed the death yet.
+        """
+        deadline = time.monotonic() + timeout
+        while not any(
+            worker["url"] == killed["url"]
+            and worker["healthy"]
+            and worker["instance_id"] not in (None, killed["instance_id"])
+            for worker in self.workers()
+        ):
+            assert time.monotonic() < deadline, self.workers()
+            time.sleep(0.5)
+
     def accounting(self, worker: dict[str, Any]) -> dict[str, Any]:
         """What one worker holds now."""
         info = httpx.get(f"{worker['url']}/server_info", timeout=30).json()

@@ -160,6 +160,7 @@ def test_a_decode_worker_killed_mid_stream_ends_the_stream_with_an_error(
         "model": MODEL, "messages": COUNT, "max_tokens": 1500, "ignore_eos": True, "stream": True,
     }  # fmt: skip
     url, events = f"{deployment.base}/v1/chat/completions", []
+    busy: list[dict[str, Any]] = []
     with httpx.stream("POST", url, json=body, timeout=60) as answer:
         for line in answer.iter_lines():
             if not line:
@@ -168,10 +169,11 @@ def test_a_decode_worker_killed_mid_stream_ends_the_stream_with_an_error(
             if len(events) == 5:
                 busy = [w for w in deployment.workers() if w["role"] == "decode" and w["active"]]
                 deployment.kill(busy[0])
+    assert busy, "the stream ended before a worker was killed"
     assert json.loads(events[-1].removeprefix("data: "))["error"]["message"]
     assert "data: [DONE]" not in events
     assert "4821" in text_of(chat(client, RECALL))
-    deployment.healthy("decode", 2)
+    deployment.revived(busy[0])
     deployment.idle()
 
 
@@ -199,7 +201,7 @@ def test_a_prefill_worker_killed_under_load_costs_no_wrong_answer(
     assert len(given) >= 12, answers
     assert sum(a == expected for a, expected in given) >= len(given) - 1, given
     assert "4821" in text_of(chat(client, RECALL))
-    deployment.healthy("prefill", 2)
+    deployment.revived(victim)
     deployment.idle()
 
 
