@@ -94,7 +94,7 @@ def test_a_prefill_that_dies_mid_transfer_fails_the_request_and_leaves_decode_wh
         answer = ask(fleet.exits, fleet.decode, chat_prompts(1)[0], TOKENS, timeout=60)
         body_of_the_dead = answer.decode.json()
         assert_failed_clearly(answer.decode, "prefill rank", "gone")
-    except httpx.RemoteProtocolError:
+    except (httpx.RemoteProtocolError, httpx.NetworkError):
         pass  # the prefill leg's connection breaks with its worker; decode is checked below
     assert "output_ids" not in body_of_the_dead
     idle(fleet.decode)
