@@ -342,36 +342,13 @@ def _consume(
 
 @gluon.jit
 def decode_kernel(
-    q_ptr,
-    q_rope_ptr,
-    q_scale_ptr,
-    latent_desc,
-    rope_desc,
-    scale_desc,
-    table_ptr,
-    table_stride,
-    length_ptr,
-    part_ptr,
-    parts,
-    out_ptr,
-    lse_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    rows,
-    heads,
-    queries,
-    softmax_scale_log2,
-    WIDTH: gl.constexpr,
-    ROPE: gl.constexpr,
-    ROPE_COLUMN: gl.constexpr,
-    SCALE_COLUMN: gl.constexpr,
-    PAGE: gl.constexpr,
-    RINGS: gl.constexpr,
-    STAGES: gl.constexpr,
-    FP8_VALUES: gl.constexpr,
-    LN2: gl.constexpr,
+    q_ptr, q_rope_ptr, q_scale_ptr, latent_desc, rope_desc, scale_desc, table_ptr, table_stride,
+    length_ptr, part_ptr, parts, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, rows, heads,
+    queries, softmax_scale_log2, WIDTH: gl.constexpr, ROPE: gl.constexpr,
+    ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr, PAGE: gl.constexpr,
+    RINGS: gl.constexpr, STAGES: gl.constexpr, FP8_VALUES: gl.constexpr, LN2: gl.constexpr,
     num_warps: gl.constexpr,
-):
+):  # fmt: skip
     """Two consumers: of 64 rows each over one part (one ring of buffers), or of the same rows over
     a part each (two rings)."""
     M: gl.constexpr = 64
