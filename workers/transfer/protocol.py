@@ -131,7 +131,10 @@ class RoomEvents(Protocol):
         """The room is complete and acknowledged on every rank; ``metadata`` on the receiver."""
 
     def on_failed(self, room: int, error: TransferError) -> None:
-        """The room is given up; no byte of it is written from now on."""
+        """The room is given up; no byte of it is written from now on.
+
+        On a receiver also after ``on_done``, when another rank of the room gave it up.
+        """
 
 
 class KVSender(Protocol):

@@ -74,6 +74,7 @@ class _Room:
     digests: list[int] = field(default_factory=list)
     pages_received: int = 0
     closed: bool = False
+    done: bool = False
     forgotten: bool = False
     abort_error: TransferError | None = None
     unacknowledged_aborts: set[str] = field(default_factory=set)
@@ -338,7 +339,7 @@ class DecodeReceiver:
             )
             self._give_up(done.room, error)
             return
-        state.closed = True
+        state.closed = state.done = True
         state.deadline = float("inf")
         self._events.on_done(done.room, bytes(payload))
         self._link.send(peer, Ack(done.room))
@@ -349,7 +350,10 @@ class DecodeReceiver:
         state = self._rooms.get(abort.room)
         if state is not None:
             state.endpoints = tuple(known for known in state.endpoints if known != peer)
-            self._give_up(abort.room, TransferAborted(f"prefill aborted: {abort.reason}"))
+            error = TransferAborted(f"prefill aborted: {abort.reason}")
+            if state.done:  # here all is well, but another rank gave the room up: say why
+                self._events.on_failed(abort.room, error)
+            self._give_up(abort.room, error)
         self._link.send(peer, AbortAck(abort.room))
 
     def _on_abort_ack(self, peer: str, room: int) -> None:
