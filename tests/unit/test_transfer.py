@@ -23,6 +23,13 @@ PAGES, TARGET = [3, 9, 4, 1, 8], [11, 12, 13, 2, 6]
 IMPATIENT = TransferTimeouts(handshake=0.4, reserve=0.4, push=0.4, ack=0.4)
 
 
+def make_ready(pair: Pair) -> None:
+    """Open the room at both ends and wait until prefill may push."""
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+
+
 @pytest.fixture
 def make_pair() -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
@@ -48,9 +55,7 @@ def test_every_rank_gets_its_own_rows_at_its_own_pages(
     make_pair: Callable[..., Pair], kind: str, groups: int
 ) -> None:
     pair = make_pair(kind, groups)
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.push(ROOM, PAGES[:2], last=False)
     pair.push(ROOM, PAGES[2:], start=2)
     assert eventually(lambda: ROOM in pair.events.done)
@@ -65,9 +70,7 @@ def test_every_rank_gets_its_own_rows_at_its_own_pages(
 
 def test_the_wire_carries_only_each_ranks_own_bytes(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("fake", 2)
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.push(ROOM, PAGES)
     assert eventually(lambda: ROOM in pair.events.done)
     row_bytes = pair.ranks[0].pool.layout.row_bytes
@@ -109,9 +112,7 @@ def test_a_damaged_or_lost_chunk_fails_the_request_on_both_sides(
     make_pair: Callable[..., Pair], kind: str, fault: str
 ) -> None:
     pair = make_pair(kind, 1, FaultPlan(kind=fault))
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.push(ROOM, PAGES)
     assert eventually(lambda: ROOM in pair.events.failed)
     assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
@@ -144,9 +145,7 @@ def test_decode_frees_pages_only_after_prefill_has_acknowledged_the_abort(
     make_pair: Callable[..., Pair], kind: str
 ) -> None:
     pair = make_pair(kind, 2)
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.ranks[0].receiver.abort(ROOM, "client left")
     assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
     assert isinstance(pair.events.failed[ROOM], TransferAborted)
@@ -159,9 +158,7 @@ def test_decode_frees_pages_only_after_prefill_has_acknowledged_the_abort(
 
 def test_nothing_is_written_after_a_fence(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("fake", 1)
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.ranks[0].receiver.fence(ROOM)
     pair.ranks[0].receiver.forget(ROOM)
     pair.push(ROOM, PAGES)
@@ -176,9 +173,7 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
     make_pair: Callable[..., Pair], kind: str
 ) -> None:
     pair = make_pair(kind, 2)
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.sender.close()
     for rank in pair.ranks:
         assert eventually(lambda rank=rank: ROOM in rank.events.failed)
@@ -190,9 +185,7 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
 @pytest.mark.parametrize("kind", ["fake", "zmq"])
 def test_a_decode_rank_that_dies_fails_its_rooms(make_pair: Callable[..., Pair], kind: str) -> None:
     pair = make_pair(kind, 2, timeouts=TransferTimeouts(handshake=2, reserve=2, push=2.5, ack=2))
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    make_ready(pair)
     pair.ranks[1].receiver.close()
     pair.push(ROOM, PAGES)
     assert eventually(lambda: ROOM in pair.events.failed)
