@@ -128,6 +128,24 @@ def test_a_damaged_or_lost_chunk_fails_the_request_on_both_sides(
     assert eventually(lambda: ROOM + 1 in pair.ranks[0].events.done)
 
 
+@pytest.mark.parametrize("kind", ["fake", "zmq"])
+def test_a_damaged_chunk_of_one_rank_is_told_to_the_rank_that_is_done(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair = make_pair(kind, 2, FaultPlan(kind="flip"))
+    make_ready(pair)
+    pair.push(ROOM, PAGES)
+    for rank in pair.ranks:
+        assert eventually(lambda rank=rank: ROOM in rank.events.failed)
+    errors = [rank.events.failed[ROOM] for rank in pair.ranks]
+    assert sorted(type(error).__name__ for error in errors) == [
+        "ChecksumMismatch",
+        "TransferAborted",
+    ]
+    finish(pair)
+    assert pair.idle()
+
+
 def test_other_weights_or_rotation_are_refused_with_both_values(
     make_pair: Callable[..., Pair],
 ) -> None:
