@@ -5,6 +5,7 @@ Shape suffixes: B requests, P parts, S slots of partial results, M query rows, L
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,12 @@ class DecodeWorkspace:
         self.split_B2 = torch.zeros(batch, 2, dtype=torch.int32, device=device)
         self.partial_SML = torch.empty(slots, self.rows, layout.latent_width, device=device)
         self.partial_lse_SM = torch.empty(slots, self.rows, device=device)
+
+    def of_batch(self, requests: int) -> DecodeWorkspace:
+        """The same scratch memory for the first ``requests`` of the batch."""
+        part = copy.copy(self)
+        part.split_B2 = self.split_B2[:requests]
+        return part
 
     def schedule(self, length_B: torch.Tensor) -> None:
         """Divide the batch among parts, on the device."""

@@ -55,6 +55,13 @@ def to_fp8(values_TL, inverse_T):
     return (values_TL * inverse_T[:, None]).to(tl.float8e4nv)
 
 
+@triton.constexpr_function
+def _power_of_two_from(least):
+    """Least power of two that is no less. Triton's own cannot be called from a kernel in SGLang's
+    processes, where another function stands in its place."""
+    return 1 << (least - 1).bit_length()
+
+
 @triton.jit
 def store_rows(
     latent_TL,
@@ -89,7 +96,7 @@ def store_rows(
         tl.store(latent_ptr + latent_at, latent_TL.to(tl.bfloat16), mask=latent_ok)
     tl.store(rope_ptr + rope_at, rope_TD.to(tl.bfloat16), mask=ok_T[:, None])
     if TAIL > 0:  # the scale and the padding behind it in one store
-        word = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
+        word = tl.arange(0, _power_of_two_from(TAIL))[None, :]
         tail_at = row_T[:, None] * (ROW_BYTES // 4) + SCALE_OFFSET // 4 + word
         tail = tl.zeros_like(tail_at).to(tl.float32)
         if SCALED:

@@ -43,7 +43,9 @@ def _worker(
     transfer_timeout: Annotated[
         float, typer.Option(help="seconds after which any wait of a migration ends")
     ] = 30.0,
-    device: Annotated[str, typer.Option(help="cpu, the only one yet")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="auto, cuda or cpu; auto takes GPUs where there are any")
+    ] = "auto",
     fault: Annotated[
         str | None,
         typer.Option(help="drill: flip|drop|delay|exit[:after=N][:count=N][:delay_seconds=S]"),

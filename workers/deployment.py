@@ -19,8 +19,9 @@ REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_mo
 class DeploymentOptions:
     """What ``tpla launch`` was asked for.
 
-    ``prefill`` and ``decode`` count ranks (GPUs, where there are any); each decode worker takes
-    ``decode_tp`` of them and each prefill worker ``prefill_tp``.
+    ``prefill`` and ``decode`` count ranks; each decode worker takes ``decode_tp`` of them and each
+    prefill worker ``prefill_tp``. With ``gpus`` each rank has one of them, without any all run on
+    the CPU.
     """
 
     prefill: int
@@ -38,6 +39,7 @@ class DeploymentOptions:
     port: int
     state: Path
     calibration: Path | None
+    gpus: int
     sglang_arguments: tuple[str, ...] = ()
 
 
@@ -64,7 +66,7 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
     """Choose ports and commands.
 
     Raises:
-        ConfigError: ranks that do not divide into workers.
+        ConfigError: ranks that do not divide into workers, or more ranks than GPUs.
         CheckpointError: a model of the user's own that was not converted.
     """
     prefill_workers = _workers_of("prefill", options.prefill, options.prefill_tp)
@@ -74,18 +76,27 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
             f"--decode-tp {options.decode_tp} is not a multiple of --groups {options.groups}; "
             "each latent group needs as many ranks as the others"
         )
+    if options.gpus and options.prefill + options.decode > options.gpus:
+        raise ConfigError(
+            f"--prefill {options.prefill} and --decode {options.decode} ranks need a GPU each and "
+            f"{options.gpus} are visible; ask for fewer ranks, or use --device cpu"
+        )
     model, conversion = _converted_model(options)
     workers: list[ProcessPlan] = []
     router_arguments: list[str] = []
     ports = iter(free_ports(3 * prefill_workers + 2 * decode_workers))
     for index in range(prefill_workers):
         port, ranks_port, bootstrap_port = next(ports), next(ports), next(ports)
-        extra = ("--disaggregation-bootstrap-port", str(bootstrap_port))
+        extra = (
+            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+            *_gpu_flags(options, index * options.prefill_tp),
+        )
         workers.append(_worker(options, model, Role.PREFILL, index, port, ranks_port, extra))
         router_arguments += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap_port)]
     for index in range(decode_workers):
         port, ranks_port = next(ports), next(ports)
-        workers.append(_worker(options, model, Role.DECODE, index, port, ranks_port, ()))
+        extra = _gpu_flags(options, options.prefill + index * options.decode_tp)
+        workers.append(_worker(options, model, Role.DECODE, index, port, ranks_port, extra))
         router_arguments += ["--decode", f"http://127.0.0.1:{port}"]
     return DeploymentPlan(model, tuple(workers), _router(options, router_arguments), conversion)
 
@@ -97,6 +108,11 @@ def _workers_of(role: str, ranks: int, tp_size: int) -> int:
             f"use a multiple of {max(tp_size, 1)}"
         )
     return ranks // tp_size
+
+
+def _gpu_flags(options: DeploymentOptions, first: int) -> tuple[str, ...]:
+    """SGLang's flag for a worker's first GPU, counted among the visible ones."""
+    return ("--base-gpu-id", str(first)) if options.gpus else ()
 
 
 def _worker(
@@ -112,6 +128,7 @@ def _worker(
     command = [
         *(sys.executable, "-m", "tpla.core.cli", "worker", role.value),
         *("--model", str(model), "--mode", options.mode.value),
+        *("--device", "cuda" if options.gpus else "cpu"),
         *("--transfer", options.transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
         *(("--kv-format", options.kv_format) if options.kv_format else ()),
         *("--served-model-name", served_name(options.model)),

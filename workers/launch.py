@@ -17,7 +17,9 @@ from tpla.core.config.environment import (
 )
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import RankShard, ShardPlan
+from tpla.workers.devices import resolve_device
 from tpla.workers.ports import free_ports
+from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
 
 TRANSFER_BACKENDS = {"zmq": "tpla_zmq"}
 
@@ -50,10 +52,7 @@ def configure(options: WorkerOptions) -> WorkerConfig:
     model = options.model.resolve()
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{model} has no config.json; point --model at a checkpoint folder")
-    if options.device != "cpu":
-        raise ConfigError(
-            f"--device {options.device}: decode on a GPU is not built yet; use --device cpu"
-        )
+    device = resolve_device(options.device)
     groups = options.groups or 1
     if options.mode is Mode.TPLA:
         groups = _check_manifest(model, options.groups)
@@ -67,7 +66,7 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "kv_format": options.kv_format or ("bf16" if options.mode is Mode.MLA else "fp8"),
             "transfer": options.transfer,
             "timeouts": {"handshake": timeout, "reserve": timeout, "push": timeout, "ack": timeout},
-            "device": options.device,
+            "device": device,
             "instance_id": uuid.uuid4().hex[:12],
             "fault": _parse_fault(options.fault),
         }
@@ -94,6 +93,11 @@ def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...])
         # --max-total-tokens bounds the pool. The fraction is of memory that all processes of the
         # host share: a small one makes a worker refuse to start because others start beside it.
         defaults |= {"--device": "cpu", "--dtype": "float32", "--mem-fraction-static": "0.8"}
+    else:
+        # Kernels read BF16 activations and, fastest, pages of 64; both roles share the page size.
+        defaults |= {"--dtype": "bfloat16", "--page-size": "64"}
+        if config.role is Role.DECODE:
+            defaults["--attention-backend"] = CUDA_ATTENTION_BACKEND
     arguments = [part for pair in defaults.items() if pair[0] not in given for part in pair]
     if "--enable-metrics" not in given:
         arguments.append("--enable-metrics")

@@ -21,6 +21,7 @@ from tpla.workers.deployment import (
     plan_deployment,
     served_name,
 )
+from tpla.workers.devices import gpu_count, resolve_device
 from tpla.workers.supervisor import Supervisor, printable
 
 _console = Console(stderr=True, highlight=False)
@@ -57,6 +58,9 @@ def _launch(
     transfer_timeout: Annotated[float, typer.Option(help="seconds, any wait of a migration")] = 30,
     prefill_tp: Annotated[int, typer.Option(help="ranks of one prefill worker")] = 1,
     decode_tp: Annotated[int, typer.Option(help="ranks of one decode worker")] = 2,
+    device: Annotated[
+        str, typer.Option(help="auto, cuda or cpu; auto takes GPUs where there are any")
+    ] = "auto",
     host: Annotated[str, typer.Option(help="address of the endpoint")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the endpoint")] = 8000,
     calibration: Annotated[
@@ -82,6 +86,7 @@ def _launch(
         port=port,
         state=state,
         calibration=calibration,
+        gpus=gpu_count() if resolve_device(device) == "cuda" else 0,
         sglang_arguments=tuple(context.args),
     )
     _run(options, plan_deployment(options), start_timeout)

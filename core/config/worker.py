@@ -100,6 +100,8 @@ class WorkerConfig(BaseModel):
             raise ValueError(f"mode snapmla is fp8, kv_format={self.kv_format.value}; use mode mla")
         if self.mode is Mode.MLA and self.kv_format is KVFormat.FP8:
             raise ValueError("mode mla is exact, kv_format=fp8; use bf16, fp32 or mode snapmla")
+        if self.device == "cuda" and self.kv_format is KVFormat.FP32:
+            raise ValueError("kv_format=fp32 is for --device cpu; on GPUs use bf16 or fp8")
         return self
 
 

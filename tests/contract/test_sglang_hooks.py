@@ -20,7 +20,7 @@ from tpla.core.errors import HookError
 from tpla.workers.sglang_plugin import selfcheck, targets
 problems = {}
 selfcheck.check_version()
-for target in (*targets.ALL_HOOKED, targets.ATTENTION_CLASS):
+for target in (*targets.ALL_HOOKED, targets.ATTENTION_CLASS, *targets.USED_BY_CUDA_DECODE):
     try:
         selfcheck.resolve(target)
     except HookError as error:

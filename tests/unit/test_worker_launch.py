@@ -15,6 +15,7 @@ from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
 from tpla.workers import ports
 from tpla.workers.deployment import DeploymentOptions, plan_deployment
+from tpla.workers.devices import gpu_count
 from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
 from tpla.workers.ports import free_ports
 
@@ -55,7 +56,7 @@ def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> No
         ({"transfer": "rdma"}, "transfer='rdma'"),
         ({"transfer_timeout": 0.0}, "greater than 0"),
         ({"fault": "explode"}, "fault.kind='explode'"),
-        ({"device": "cuda"}, "use --device cpu"),
+        ({"device": "tpu"}, "use auto, cpu or cuda"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(
@@ -103,7 +104,7 @@ def deployment(tmp_path: Path, **changes: Any) -> DeploymentOptions:
         "prefill": 2, "decode": 4, "model": tmp_path, "mode": Mode.SNAPMLA, "groups": 1,
         "core_dims": None, "kv_format": None, "transfer": "zmq", "transfer_timeout": 30.0,
         "prefill_tp": 1, "decode_tp": 2, "host": "127.0.0.1", "port": 8000,
-        "state": tmp_path / "state", "calibration": None,
+        "state": tmp_path / "state", "calibration": None, "gpus": 0,
     }  # fmt: skip
     return DeploymentOptions(**{**values, **changes})
 
@@ -115,6 +116,38 @@ def test_ranks_are_divided_into_workers_that_the_router_knows(tmp_path: Path) ->
     for worker in plan.workers:
         url = worker.ready_url.removesuffix("/health")
         assert url in plan.router.command
+
+
+def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    plan = plan_deployment(deployment(tmp_path, gpus=8))
+    first = {
+        worker.name: worker.command[worker.command.index("--base-gpu-id") + 1]
+        for worker in plan.workers
+    }
+    assert first == {"prefill-0": "0", "prefill-1": "1", "decode-0": "2", "decode-1": "4"}
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="4 are visible"):
+        plan_deployment(deployment(tmp_path, gpus=4))
+
+
+@pytest.mark.skipif(gpu_count() > 0, reason="needs a host without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(converted: Path) -> None:
+    with pytest.raises(ConfigError, match="no GPU is visible"):
+        configure(options(converted, device="cuda"))
+    assert configure(options(converted, device="auto")).device == "cpu"
+
+
+def test_a_gpu_decode_worker_runs_our_backend_on_pages_that_its_kernels_like(
+    converted: Path,
+) -> None:
+    config = configure(options(converted)).model_copy(update={"device": "cuda"})
+    line = sglang_command_line(config, ())
+    for flag, value in (("--attention-backend", "tpla"), ("--page-size", "64")):
+        assert line[line.index(flag) + 1] == value
+    prefill = config.model_copy(update={"role": Role.PREFILL})
+    assert "--attention-backend" not in sglang_command_line(prefill, ())
 
 
 def test_every_process_has_ports_of_its_own(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def add_to_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any
         "running": len(scheduler.running_batch.reqs),
         "queues": queues,
         "row_bytes": layout.row_bytes if layout is not None else None,
-        "transfer": queue.kv_manager.accounting(),
+        "transfer": _transfers(queue.kv_manager),
     }
     return output
+
+
+def _transfers(manager: Any) -> dict[str, Any] | None:
+    """None under another transfer backend, such as SGLang's fake one for decode alone."""
+    from tpla.workers.sglang_plugin.kv_manager import TplaKVManager
+
+    return manager.accounting() if isinstance(manager, TplaKVManager) else None

@@ -9,8 +9,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tpla.kernels.ref.latent_attention import latent_attention
 
-BACKEND_NAME = "tpla_torch"
-
 
 class TorchLatentBackend(AttentionBackend):
     """Absorbed MLA, one request after another.

@@ -13,6 +13,7 @@ from typing import Any
 from tpla.core.checkpoint import Manifest
 from tpla.core.config import Mode, Role, WorkerConfig, worker_config_from_environment
 from tpla.workers.sglang_plugin import targets
+from tpla.workers.sglang_plugin.names import CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND
 
 TRANSFER_BACKEND_NAME = "tpla_zmq"
 
@@ -56,20 +57,18 @@ def load_manifest(config: WorkerConfig) -> Manifest | None:
 
 
 def _offer_choices(server_args: Any) -> None:
-    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME
-
-    if BACKEND_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
-        server_args.add_attention_backend_choices([BACKEND_NAME])
+    for name in (CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND):
+        if name not in server_args.ATTENTION_BACKEND_CHOICES:
+            server_args.add_attention_backend_choices([name])
     if TRANSFER_BACKEND_NAME not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
         server_args.add_disagg_transfer_backend_choices([TRANSFER_BACKEND_NAME])
 
 
 def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
     from tpla.workers.sglang_plugin import accounting, transfer_backend
-    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME
 
     def support_triton(original: Any, backend: str) -> bool:
-        return backend != BACKEND_NAME and original(backend)
+        return backend != CPU_ATTENTION_BACKEND and original(backend)
 
     support_triton.__module__ = __name__
     transfer_backend.add_enum_member(TRANSFER_BACKEND_NAME)
@@ -120,32 +119,52 @@ def _named(hook: functools.partial[Any]) -> functools.partial[Any]:
 
 def _before_model_runner(config: WorkerConfig, *args: Any, **kwargs: Any) -> None:
     """Runs first in each scheduler process, when every module of SGLang can be imported."""
+    from tpla.workers.sglang_plugin.selfcheck import check_hooked
+
+    check_hooked(required_targets(config))
+    if config.device == "cpu":
+        from tpla.workers.sglang_plugin.attention_backend import TorchLatentBackend
+
+        _register_backend(CPU_ATTENTION_BACKEND, TorchLatentBackend)
+    elif config.role is Role.DECODE:
+        from tpla.workers.sglang_plugin.attention_backend_cuda import LatentDecodeBackend
+
+        _register_backend(CUDA_ATTENTION_BACKEND, LatentDecodeBackend)
+    if config.role is Role.DECODE:
+        _install_attention(config)
+
+
+def _register_backend(name: str, backend: type) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
 
-    from tpla.workers.sglang_plugin.attention_backend import BACKEND_NAME, TorchLatentBackend
-    from tpla.workers.sglang_plugin.selfcheck import check_hooked
-
-    check_hooked(required_targets(config))
-    register_attention_backend(BACKEND_NAME)(TorchLatentBackend)
-    # One code path for prefill and decode: the absorbed form. Names that SGLang does not know get
-    # its Triton handler, which would expand the latent.
-    AttentionBackendRegistry.register(BACKEND_NAME, lambda attention, batch: AttnForwardMethod.MLA)
-    if config.role is Role.DECODE and config.mode is Mode.TPLA:
-        _install_shard_attention(config)
+    register_attention_backend(name)(backend)
+    # The absorbed form for every batch. Names that SGLang does not know get its Triton handler,
+    # which would expand the latent.
+    AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def _install_shard_attention(config: WorkerConfig) -> None:
+def _install_attention(config: WorkerConfig) -> None:
+    """Replace SGLang's attention class where decode differs from it."""
     from sglang.srt.models import deepseek_v2
 
-    from tpla.workers.sglang_plugin.attention_shard import make_shard_attention
-
-    base = deepseek_v2.DeepseekV2AttentionMLA
-    if base.__name__ == "TPLAShardAttention":  # a second model runner in this process
+    attention = deepseek_v2.DeepseekV2AttentionMLA
+    if attention.__module__.startswith("tpla."):  # a second model runner in this process
         return
-    manifest = load_manifest(config)
-    assert manifest is not None
-    deepseek_v2.DeepseekV2AttentionMLA = make_shard_attention(base, manifest, Path(config.model))
+    if config.mode is Mode.TPLA:
+        from tpla.workers.sglang_plugin.attention_shard import make_shard_attention
+
+        manifest = load_manifest(config)
+        assert manifest is not None
+        attention = make_shard_attention(attention, manifest, Path(config.model))
+    if config.device == "cuda":
+        from tpla.workers.sglang_plugin.attention_fused import fuse_decode
+        from tpla.workers.sglang_plugin.selfcheck import resolve
+
+        for target in targets.USED_BY_CUDA_DECODE:
+            resolve(target)
+        attention = fuse_decode(attention)
+    deepseek_v2.DeepseekV2AttentionMLA = attention

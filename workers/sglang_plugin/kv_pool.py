@@ -13,6 +13,9 @@ from tpla.core.config import Mode, WorkerConfig
 from tpla.core.latent_layout import LatentLayout, RankShard, ShardPlan
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
+_BULK_COPY_BYTES = 16
+"""Hopper's bulk copies, which the decode kernels read by, begin at multiples of this."""
+
 
 class LatentKVPool(MLATokenToKVPool):
     """SGLang's MLA pool with opaque byte rows.
@@ -47,9 +50,13 @@ class LatentKVPool(MLATokenToKVPool):
         rows_TB = pack_rows(k_TR[:, :width], k_TR[:, width:], self.layout)
         self.kv_buffer[layer.layer_id - self.start_layer][loc, 0] = rows_TB
 
+    def rows(self, layer_id: int) -> torch.Tensor:
+        """All rows of a layer, ``[slots, row_bytes]`` uint8."""
+        return self.kv_buffer[layer_id - self.start_layer][:, 0]
+
     def read_latents(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents ``[K, L]`` and RoPE keys ``[K, D]`` of ``slots [K]``, float32."""
-        return unpack_rows(self.kv_buffer[layer_id - self.start_layer][slots, 0], self.layout)
+        return unpack_rows(self.rows(layer_id)[slots], self.layout)
 
 
 def shard_plan(config: WorkerConfig, kv_lora_rank: int, manifest: Manifest | None) -> ShardPlan:
@@ -64,7 +71,8 @@ def rank_layout(config: WorkerConfig, plan: ShardPlan, qk_rope_head_dim: int) ->
     """Layout of this process's rank."""
     parallel = get_parallel()
     shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, plan.groups)
-    return LatentLayout(plan, shard.group, qk_rope_head_dim, config.kv_format)
+    align = _BULK_COPY_BYTES if config.device == "cuda" else 4
+    return LatentLayout(plan, shard.group, qk_rope_head_dim, config.kv_format, row_align=align)
 
 
 def build_pool(

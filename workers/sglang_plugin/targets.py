@@ -89,6 +89,33 @@ POST_LOAD_WEIGHTS = Target(
 
 ATTENTION_CLASS = Target(_SRT + "models.deepseek_v2.DeepseekV2AttentionMLA", ("config",))
 """Replaced by assignment, because its subclass must be made after the class it derives from."""
+ABSORBED_FORWARD = Target(
+    ATTENTION_CLASS.path + ".forward_absorb_prepare",
+    (
+        "self",
+        "positions",
+        "hidden_states",
+        "forward_batch",
+        "zero_allocator",
+        "llama_4_scaling",
+        "prev_topk_indices",
+    ),
+)
+PAGE_TABLE_KERNEL = Target(
+    "sglang.kernels.ops.kvcache.kv_indices.create_flashmla_kv_indices_triton.fn",
+    (
+        "req_to_token_ptr",
+        "req_pool_indices_ptr",
+        "page_kernel_lens_ptr",
+        "kv_start_idx",
+        "kv_indices_ptr",
+        "req_to_token_ptr_stride",
+        "kv_indices_ptr_stride",
+        "PAGED_SIZE",
+    ),
+)
+USED_BY_CUDA_DECODE = (ABSORBED_FORWARD, PAGE_TABLE_KERNEL)
+"""Overridden or called rather than hooked."""
 
 EVERY_WORKER = (
     SUPPORT_TRITON,

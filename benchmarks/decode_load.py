@@ -1,0 +1,112 @@
+"""A batch of equal decode requests on one worker, and when their tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""SGLang's name for a prefill that is not there: the request's KV is what the pool holds."""
+
+_SETTLE_TOKENS = 4
+_TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """What a batch took, while all of its requests were running.
+
+    Attributes:
+        itl_ms: median time between two tokens of a request.
+        tokens_per_s: of all requests together.
+        steps: decode steps that were measured.
+    """
+
+    itl_ms: float
+    tokens_per_s: float
+    steps: int
+
+
+class LoadError(RuntimeError):
+    """The worker refused or lost a request."""
+
+
+class NeverTogether(LoadError):
+    """The first request was done before the last one ran."""
+
+
+def measure_decode(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
+    """Send ``batch`` prompts of ``context`` tokens at once; each asks for ``new_tokens``.
+
+    Raises:
+        NeverTogether: no step ran with the whole batch; ask for more tokens.
+        LoadError: a request failed.
+    """
+    arrivals = asyncio.run(_send_all(url, batch, context, new_tokens))
+    return decode_times(arrivals)
+
+
+def decode_times(arrivals: list[list[float]]) -> DecodeTimes:
+    """Times of the steps between the last request's first tokens and the first one's last.
+
+    Args:
+        arrivals: seconds at which each request's tokens came.
+
+    Raises:
+        NeverTogether: there are no such steps.
+    """
+    start = max(times[min(_SETTLE_TOKENS, len(times) - 1)] for times in arrivals)
+    stop = min(times[-1] for times in arrivals)
+    within = [[t for t in times if start <= t <= stop] for times in arrivals]
+    gaps = [later - earlier for times in within for earlier, later in pairwise(times)]
+    if not gaps:
+        raise NeverTogether("the requests never ran together; ask for more new tokens")
+    mean = statistics.mean(gaps)
+    return DecodeTimes(
+        itl_ms=1e3 * statistics.median(gaps),
+        tokens_per_s=len(arrivals) / mean,
+        steps=max(len(times) - 1 for times in within),
+    )
+
+
+async def _send_all(url: str, batch: int, context: int, new_tokens: int) -> list[list[float]]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+        sends = (_send(session, url, room, context, new_tokens) for room in range(batch))
+        return list(await asyncio.gather(*sends))
+
+
+async def _send(
+    session: aiohttp.ClientSession, url: str, room: int, context: int, new_tokens: int
+) -> list[float]:
+    prompt = np.random.default_rng(room).integers(10, 1000, context).tolist()
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "sampling_params": {
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        },
+        "stream": True,
+        "bootstrap_host": FAKE_BOOTSTRAP_HOST,
+        "bootstrap_room": room + 1,
+    }
+    arrivals: list[float] = []
+    async with session.post(f"{url}/generate", json=body) as response:
+        if response.status != 200:
+            raise LoadError(f"status {response.status}: {(await response.text())[:500]}")
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                if b'"error"' in line:
+                    raise LoadError(line.decode(errors="replace")[:500])
+                arrivals.append(time.perf_counter())
+    if len(arrivals) < 2:
+        raise LoadError(f"a request of {context} tokens brought {len(arrivals)} chunks")
+    return arrivals

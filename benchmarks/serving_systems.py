@@ -1,0 +1,72 @@
+"""The systems that the serving benchmark puts side by side: command lines of decode workers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpla.workers.deployment import ProcessPlan
+
+_SERVER_FLAGS = (
+    *("--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"),
+    *("--disaggregation-transfer-backend", "fake", "--grammar-backend", "none"),
+)
+
+
+@dataclass(frozen=True)
+class ServingSystem:
+    """One way to decode.
+
+    Attributes:
+        name: in the report.
+        groups: latent groups; one is head-sharded MLA.
+        kv_format: of the cache.
+        tpla_mode: mode of ``tpla worker``, or None for SGLang alone.
+        flags: SGLang's own, beyond those that all systems share.
+        dp: attention data parallelism.
+        dcp: decode context parallelism.
+    """
+
+    name: str
+    groups: int
+    kv_format: str
+    tpla_mode: str | None = None
+    flags: tuple[str, ...] = ()
+    dp: int = 1
+    dcp: int = 1
+
+
+_FLASHMLA = ("--attention-backend", "flashmla", "--page-size", "64", "--dtype", "bfloat16")
+SYSTEMS = (
+    ServingSystem("sglang-bf16", 1, "bf16", flags=_FLASHMLA),
+    ServingSystem("sglang-fp8", 1, "fp8", flags=(*_FLASHMLA, "--kv-cache-dtype", "fp8_e4m3")),
+    ServingSystem("sglang-dcp", 1, "bf16", flags=(*_FLASHMLA, "--dcp-size", "{tp}"), dcp=2),
+    ServingSystem(
+        "sglang-dp", 1, "bf16", flags=(*_FLASHMLA, "--enable-dp-attention", "--dp", "{tp}"), dp=2
+    ),
+    ServingSystem("tpla-fp8", 2, "fp8", tpla_mode="tpla"),
+    ServingSystem("tpla-bf16", 2, "bf16", tpla_mode="tpla"),
+    ServingSystem("snapmla", 1, "fp8", tpla_mode="snapmla"),
+)
+BASELINE = "sglang-bf16"
+
+
+def decode_worker(
+    system: ServingSystem, model: Path, tp: int, port: int, extra: tuple[str, ...]
+) -> ProcessPlan:
+    """A decode worker of ``tp`` ranks whose KV comes from nowhere, to be timed alone."""
+    shared = (*_SERVER_FLAGS, "--tp-size", str(tp), "--port", str(port), *extra)
+    if system.tpla_mode is None:
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
+            *("--disaggregation-mode", "decode"),
+        ]
+    else:
+        command = [
+            *(sys.executable, "-m", "tpla.core.cli", "worker", "decode", "--model", str(model)),
+            *("--device", "cuda", "--mode", system.tpla_mode, "--kv-format", system.kv_format),
+        ]
+    flags = tuple(flag.format(tp=tp) for flag in system.flags)
+    url = f"http://127.0.0.1:{port}/health"
+    return ProcessPlan(system.name, (*command, *flags, *shared), url)
