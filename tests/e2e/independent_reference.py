@@ -154,16 +154,29 @@ class Reference:
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
         """Greedy ids, ``count`` at most, the stop token included."""
+        output = [int(self._prefill(prompt).argmax())]
+        while len(output) < count and output[-1] != stop:
+            output.append(int(self._decode(prompt, output).argmax()))
+        return output
+
+    @torch.no_grad()
+    def gaps(self, prompt: list[int], ids: list[int]) -> list[float]:
+        """How far below the best logit each of ``ids`` lies, every one following those before."""
+        found = []
+        for index, token in enumerate(ids):
+            logits = self._decode(prompt, ids[:index]) if index else self._prefill(prompt)
+            found.append(float(logits.max() - logits[token]))
+        return found
+
+    def _prefill(self, prompt: list[int]) -> torch.Tensor:
         for attention in self.attentions:
             attention.decoding = False
-        ids = torch.tensor([prompt])
-        logits = self.model(ids, use_cache=False).logits[0, -1]
-        output = [int(logits.argmax())]
+        return self.model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+
+    def _decode(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """Logits after the last of ``output``; the ones before it have been through here."""
         for attention in self.attentions:
             attention.decoding = True
-        while len(output) < count and output[-1] != stop:
-            position = torch.tensor([[len(prompt) + len(output) - 1]])
-            token = torch.tensor([[output[-1]]])
-            logits = self.model(token, position_ids=position, use_cache=False).logits[0, -1]
-            output.append(int(logits.argmax()))
-        return output
+        position = torch.tensor([[len(prompt) + len(output) - 1]])
+        token = torch.tensor([[output[-1]]])
+        return self.model(token, position_ids=position, use_cache=False).logits[0, -1]

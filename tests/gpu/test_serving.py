@@ -1,0 +1,121 @@
+"""The reference model's whole path on GPUs: prefill, migration, decode under CUDA graphs.
+
+BF16 arithmetic may decide otherwise than the float32 reference where two tokens are nearly equal.
+So every token that a worker chose must lie within ``TOLERANCE`` of the best logit that the
+reference finds at that place, and all but a few must be the best; a wrong slice, scale, page or
+rotation is off by several units at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
+from tests.e2e.independent_reference import Reference
+from tests.e2e.prompts import STOP, chat_prompts
+from tests.e2e.servers import Worker, ask, idle
+
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+
+TOLERANCE = 0.5
+"""Logit units; the model's logits are rounded to multiples of 1/16 and more above 8."""
+TOKENS, PROMPTS = 24, 8
+FLAGS = (
+    *("--grammar-backend", "none", "--sampling-backend", "pytorch", "--page-size", "64"),
+    *("--max-total-tokens", "16384", "--mem-fraction-static", "0.3", "--cuda-graph-max-bs", "8"),
+)
+# Prefill is SGLang's own; its Triton kernels come with every installation.
+PREFILL_FLAGS = ("--mode", "mla", "--attention-backend", "triton", "--chunked-prefill-size", "256")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode worker and the GPUs that it and its prefill worker need."""
+
+    mode: str
+    groups: int
+    core: int
+    kv_format: str
+    tp: int
+    transfer: str = "zmq"
+    first_gpu: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.mode}-g{self.groups}-{self.kv_format}-tp{self.tp}-{self.transfer}"
+
+    @property
+    def gpus(self) -> int:
+        return self.first_gpu + self.tp
+
+
+DECODES = (
+    Decode("snapmla", 1, 0, "fp8", 1),
+    Decode("mla", 1, 0, "bf16", 1),
+    Decode("mla", 1, 0, "bf16", 2),
+    Decode("tpla", 2, 0, "fp8", 2),
+    Decode("tpla", 2, 32, "bf16", 2),
+    Decode("tpla", 4, 32, "fp8", 4),
+    # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
+    Decode("snapmla", 1, 0, "fp8", 1, "nccl", first_gpu=1),
+    Decode("tpla", 2, 32, "fp8", 2, "nccl", first_gpu=1),
+)
+
+
+@dataclass
+class Started:
+    prefill: Worker
+    decodes: dict[Decode, Worker]
+    models: dict[Decode, Path]
+
+
+@pytest.fixture(scope="module", params=["zmq", "nccl"])
+def fleet(
+    request: pytest.FixtureRequest,
+    conversions: Conversions,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Started]:
+    wanted = [d for d in DECODES if d.transfer == request.param and d.gpus <= GPUS]
+    if not wanted:
+        pytest.skip(f"{request.param} between GPUs needs two of them")
+    models = {d: conversions.of(REFERENCE_MODEL, max(d.groups, 2), d.core) for d in wanted}
+    transfer = ("--transfer", request.param)
+    with worker_set(tmp_path_factory.mktemp("logs")) as start:
+        prefill = start("prefill", next(iter(models.values())), *FLAGS, *PREFILL_FLAGS, *transfer)
+        decodes = {}
+        for decode, model in models.items():
+            kind = ("--mode", decode.mode, "--kv-format", decode.kv_format)
+            place = ("--tp-size", str(decode.tp), "--base-gpu-id", str(decode.first_gpu))
+            decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *transfer)
+        for worker in (prefill, *decodes.values()):
+            worker.wait()
+        yield Started(prefill, decodes, models)
+
+
+def test_tokens_are_the_references_choice(fleet: Started) -> None:
+    for decode, worker in fleet.decodes.items():
+        reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1)
+        gaps: list[float] = []
+        for prompt in chat_prompts(PROMPTS):
+            ids = ask(fleet.prefill, worker, prompt, TOKENS).ids
+            gaps += reference.gaps(prompt, ids)
+            assert len(ids) == TOKENS or ids[-1] == STOP
+        other = sum(gap > 0 for gap in gaps)
+        print(f"{decode}: {len(gaps)} tokens, {other} not the best, worst gap {max(gaps):.3f}")
+        assert max(gaps) <= TOLERANCE, str(decode)
+        assert other <= len(gaps) // 20, str(decode)
+
+
+def test_nothing_is_held_when_idle(fleet: Started) -> None:
+    for worker in fleet.decodes.values():
+        ask(fleet.prefill, worker, chat_prompts(1)[0], 2)
+        idle(worker)
+    idle(fleet.prefill)
