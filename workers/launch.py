@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpla.core.checkpoint import Manifest, fingerprint
-from tpla.core.config import Mode, Role, WorkerConfig, parse_worker_config
+from tpla.core.config import Mode, Role, Transfer, WorkerConfig, parse_worker_config
 from tpla.core.config.environment import (
     SGLANG_ANY_WORKER,
     SGLANG_CPU_ENGINE,
@@ -19,7 +19,9 @@ from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import RankShard, ShardPlan
 from tpla.workers.ports import free_ports
 
-TRANSFER_BACKENDS = {"zmq": "tpla_zmq"}
+TRANSFER_BACKENDS = {Transfer.ZMQ: "tpla_zmq", Transfer.NCCL: "tpla_nccl"}
+
+AUTO_TRANSFER = "auto"
 
 _DEFAULT_HOST = "127.0.0.1"
 
@@ -65,7 +67,8 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "mode": options.mode,
             "groups": groups,
             "kv_format": options.kv_format or ("bf16" if options.mode is Mode.MLA else "fp8"),
-            "transfer": options.transfer,
+            # A worker alone does not know where its peers run.
+            "transfer": choose_transfer(options.transfer, options.device, one_host=False),
             "timeouts": {"handshake": timeout, "reserve": timeout, "push": timeout, "ack": timeout},
             "device": options.device,
             "instance_id": uuid.uuid4().hex[:12],
@@ -78,13 +81,20 @@ def configure(options: WorkerOptions) -> WorkerConfig:
     return config
 
 
+def choose_transfer(asked: str, device: str, one_host: bool) -> str:
+    """``auto`` is nccl where both roles run on GPUs of one host, and zmq everywhere else."""
+    if asked != AUTO_TRANSFER:
+        return asked
+    return (Transfer.NCCL if one_host and device == "cuda" else Transfer.ZMQ).value
+
+
 def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
     """Arguments for SGLang's own server: our defaults, then the user's."""
     given = {argument.split("=", 1)[0] for argument in sglang_arguments}
     defaults = {
         "--model-path": config.model,
         "--disaggregation-mode": config.role.value,
-        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer.value],
+        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer],
         "--host": _DEFAULT_HOST,
         # SGLang's own choice is a port for outgoing connections, which may be taken by the time
         # that the ranks meet there.
@@ -115,7 +125,7 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
         HookError: SGLang is not the pinned release, or a hook is not in place.
     """
     put(environment_for(config))
-    host = _option(sglang_arguments, "--host") or _DEFAULT_HOST
+    host = option(sglang_arguments, "--host") or _DEFAULT_HOST
     if host not in {"0.0.0.0", "::"}:
         # KV sockets listen where the server does, not on whichever interface SGLang finds.
         put({"SGLANG_HOST_IP": host}, override=False)
@@ -156,13 +166,13 @@ def _check_manifest(model: Path, groups: int | None) -> int:
 
 
 def _tp_size(arguments: tuple[str, ...]) -> int:
-    text = _option(arguments, "--tp-size", "--tensor-parallel-size", "--tp") or "1"
+    text = option(arguments, "--tp-size", "--tensor-parallel-size", "--tp") or "1"
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--tp-size {text!r} is not a positive whole number")
     return int(text)
 
 
-def _option(arguments: tuple[str, ...], *names: str) -> str | None:
+def option(arguments: tuple[str, ...], *names: str) -> str | None:
     """Value of an SGLang flag, given as ``--name value`` or ``--name=value``."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")

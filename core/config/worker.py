@@ -32,6 +32,9 @@ class Transfer(str, Enum):
     """Data plane of KV migration."""
 
     ZMQ = "zmq"
+    """Through host memory and TCP: any host, any device."""
+    NCCL = "nccl"
+    """Between GPUs of one host."""
 
 
 class TransferTimeouts(BaseModel):
@@ -100,6 +103,11 @@ class WorkerConfig(BaseModel):
             raise ValueError(f"mode snapmla is fp8, kv_format={self.kv_format.value}; use mode mla")
         if self.mode is Mode.MLA and self.kv_format is KVFormat.FP8:
             raise ValueError("mode mla is exact, kv_format=fp8; use bf16, fp32 or mode snapmla")
+        if self.transfer is Transfer.NCCL and self.device != "cuda":
+            raise ValueError(
+                f"transfer nccl moves rows between GPUs, device={self.device}; "
+                "use --transfer zmq, or --device cuda"
+            )
         return self
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
-from tpla.core.config import Mode, Role
+from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
 from tpla.workers import ports
@@ -53,6 +53,7 @@ def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> No
         ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
         ({"kv_format": "int4"}, "kv_format='int4'"),
         ({"transfer": "rdma"}, "transfer='rdma'"),
+        ({"transfer": "nccl"}, "use --transfer zmq, or --device cuda"),
         ({"transfer_timeout": 0.0}, "greater than 0"),
         ({"fault": "explode"}, "fault.kind='explode'"),
         ({"device": "cuda"}, "use --device cpu"),
@@ -63,6 +64,10 @@ def test_values_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         configure(options(converted, **changes))
+
+
+def test_a_worker_alone_chooses_the_transfer_that_reaches_any_host(converted: Path) -> None:
+    assert configure(options(converted, transfer="auto")).transfer is Transfer.ZMQ
 
 
 def test_an_unconverted_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None:
@@ -115,6 +120,24 @@ def test_ranks_are_divided_into_workers_that_the_router_knows(tmp_path: Path) ->
     for worker in plan.workers:
         url = worker.ready_url.removesuffix("/health")
         assert url in plan.router.command
+
+
+@pytest.mark.parametrize(
+    ("transfer", "device", "chosen"),
+    [
+        ("auto", "cpu", "zmq"),
+        ("auto", "cuda", "nccl"),
+        ("zmq", "cuda", "zmq"),
+        ("nccl", "cuda", "nccl"),
+    ],
+)
+def test_a_deployment_on_gpus_transfers_between_them(
+    tmp_path: Path, transfer: str, device: str, chosen: str
+) -> None:
+    arguments = ("--device", device)
+    plan = plan_deployment(deployment(tmp_path, transfer=transfer, sglang_arguments=arguments))
+    for worker in plan.workers:
+        assert worker.command[worker.command.index("--transfer") + 1] == chosen
 
 
 def test_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
