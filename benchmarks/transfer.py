@@ -39,6 +39,8 @@ from rich.table import Table
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import TransferError
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
+from tpla.workers.transfer.pool_access import DecodePages, PrefillPages
 from tpla.workers.transfer.protocol import Identity, Pages, Reservation, Rows
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
@@ -46,10 +48,14 @@ from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 LAYERS, PAGE_SIZE, METADATA = 27, 64, bytes(64)
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-IDENTITY = Identity("benchmark", "0" * 64, len(METADATA), KV_LORA_RANK, QK_ROPE_HEAD_DIM)
 LAYOUT = LatentLayout(ShardPlan(KV_LORA_RANK, 2), 0, QK_ROPE_HEAD_DIM, KVFormat.FP8)
 TIMEOUTS = TransferTimeouts()
 _SPARE_PAGES = 4
+
+
+def identity() -> Identity:
+    """Both ends are of the same checkpoint."""
+    return Identity("benchmark", "0" * 64, len(METADATA), KV_LORA_RANK, QK_ROPE_HEAD_DIM)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Case:
 CASES = (Case("wire", False, False), Case("stored", False, True), Case("whole", True, True))
 
 
-class _Events:
+class RoomEnd:
     """Signals the end of a room to whoever waits."""
 
     def __init__(self) -> None:
@@ -83,12 +89,11 @@ class _Events:
         self.done.set()
 
 
-class _ReadyRows:
+class _ReadyRows(PrefillPages):
     """A source whose rows were packed before."""
 
-    num_layers, page_size = LAYERS, PAGE_SIZE
-
     def __init__(self, pages: int) -> None:
+        super().__init__(_prefill_pool(0))
         generator = np.random.default_rng(0)
         shape = (LAYERS, min(pages, 64) * PAGE_SIZE, LAYOUT.row_bytes)
         self._rows = generator.integers(0, 256, shape, dtype=np.uint8)
@@ -100,12 +105,10 @@ class _ReadyRows:
         )
 
 
-class _Discard:
+class _Discard(DecodePages):
     """A sink that drops what arrives."""
 
-    num_layers, page_size, layout = LAYERS, PAGE_SIZE, LAYOUT
-
-    def write(self, pages: Pages, rows: Rows) -> None:
+    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
         """Nothing is stored."""
 
 
@@ -125,12 +128,11 @@ def _decode_pool(pages: int) -> Any:
 
 def _decode_process(case: Case, pages: int, rooms: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    from tpla.workers.transfer.pool_access import DecodePages
-
-    sink = DecodePages(_decode_pool(pages + _SPARE_PAGES)) if case.stores else _Discard()
-    events = _Events()
+    pool = _decode_pool(pages + _SPARE_PAGES)
+    plane = MessageReceivingPlane(DecodePages(pool) if case.stores else _Discard(pool))
+    events = RoomEnd()
     receiver = DecodeReceiver(
-        ZmqClientLink("benchmark"), sink, IDENTITY, TIMEOUTS, events, lambda peer: None
+        ZmqClientLink("benchmark"), plane, identity(), TIMEOUTS, events, lambda peer: None
     )
     endpoint = f"tcp://127.0.0.1:{port}"
     for room in range(1, rooms + 1):
@@ -148,11 +150,9 @@ def _decode_process(case: Case, pages: int, rooms: int, port: int, pipe: Connect
 
 def measure_transfer(case: Case, pages: int, repetitions: int) -> float:
     """Seconds for ``pages`` pages of one request, from push to acknowledgement; the median."""
-    from tpla.workers.transfer.pool_access import PrefillPages
-
-    link, events = ZmqServerLink("127.0.0.1"), _Events()
+    link, events = ZmqServerLink("127.0.0.1"), RoomEnd()
     source = PrefillPages(_prefill_pool(pages)) if case.packs else _ReadyRows(pages)
-    sender = PrefillSender(link, source, IDENTITY, TIMEOUTS, events)
+    sender = PrefillSender(link, MessageSendingPlane(link, source), identity(), TIMEOUTS, events)
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=_decode_process, args=(case, pages, repetitions + 1, link.port, there)

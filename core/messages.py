@@ -15,8 +15,10 @@ One connection a pair of ranks carries both directions::
       Ping(rooms)                      ──────>            keeps both leases alive
                         <──────  Pong(rooms)
 
-The payload of a Chunk is ``[layers, tokens, row_bytes]`` in decode's own layout; that of Done is
-SGLang's metadata of the first token. Digests are xxh3-64 of payload and header.
+A Chunk's rows are ``[layers, tokens, row_bytes]`` in decode's own layout; with transfer ``zmq``
+they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
+metadata of the first token. Digests are xxh3-64 of header and payload, or of header and a digest
+that the device made of the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -42,12 +44,14 @@ class Hello(_Message, frozen=True):
     num_layers: int
     page_size: int
     metadata_bytes: int
+    transfer: str
 
 
 class Welcome(_Message, frozen=True):
-    """Prefill accepts the offer."""
+    """Prefill accepts the offer; rows that do not come as payload come from ``data_port``."""
 
     instance_id: str
+    data_port: int
 
 
 class Refuse(_Message, frozen=True):
@@ -67,7 +71,10 @@ class Reserve(_Message, frozen=True):
 
 
 class Chunk(_Message, frozen=True):
-    """Rows of pages ``[page_start, page_start + pages)`` of the room follow as payload."""
+    """Rows of pages ``[page_start, page_start + pages)`` of the room follow.
+
+    With transfer ``zmq`` they are the payload, with ``nccl`` what is received next.
+    """
 
     room: int
     sequence: int

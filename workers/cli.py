@@ -39,7 +39,13 @@ def _worker(
     kv_format: Annotated[
         str | None, typer.Option(help="decode rows: fp8, bf16 or fp32 (default fp8; mla: bf16)")
     ] = None,
-    transfer: Annotated[str, typer.Option(help="data plane of KV migration: zmq")] = "zmq",
+    transfer: Annotated[
+        str,
+        typer.Option(
+            help="data plane of KV migration, the same for both halves: zmq, nccl (GPUs of one "
+            "host) or auto: zmq; tpla launch knows more"
+        ),
+    ] = "zmq",
     transfer_timeout: Annotated[
         float, typer.Option(help="seconds after which any wait of a migration ends")
     ] = 30.0,

@@ -9,6 +9,7 @@ from pathlib import Path
 from tpla.core.checkpoint import MANIFEST_NAME, Manifest
 from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
+from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
 
 REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
@@ -125,11 +126,12 @@ def _worker(
     extra: tuple[str, ...],
 ) -> ProcessPlan:
     tp_size = options.prefill_tp if role is Role.PREFILL else options.decode_tp
+    transfer = choose_transfer(options.transfer, gpus_of_one_host=options.gpus > 0)
     command = [
         *(sys.executable, "-m", "tpla.core.cli", "worker", role.value),
         *("--model", str(model), "--mode", options.mode.value),
         *("--device", "cuda" if options.gpus else "cpu"),
-        *("--transfer", options.transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
+        *("--transfer", transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
         *(("--kv-format", options.kv_format) if options.kv_format else ()),
         *("--served-model-name", served_name(options.model)),
         # --nccl-port, where its ranks meet: workers that start together must not choose the same.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpla.core.checkpoint import Manifest, fingerprint
-from tpla.core.config import Mode, Role, WorkerConfig, parse_worker_config
+from tpla.core.config import Mode, Role, Transfer, WorkerConfig, parse_worker_config
 from tpla.core.config.environment import (
     SGLANG_ANY_WORKER,
     SGLANG_CPU_ENGINE,
@@ -21,7 +21,9 @@ from tpla.workers.devices import resolve_device
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
 
-TRANSFER_BACKENDS = {"zmq": "tpla_zmq"}
+TRANSFER_BACKENDS = {Transfer.ZMQ: "tpla_zmq", Transfer.NCCL: "tpla_nccl"}
+
+AUTO_TRANSFER = "auto"
 
 _DEFAULT_HOST = "127.0.0.1"
 
@@ -64,7 +66,8 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "mode": options.mode,
             "groups": groups,
             "kv_format": options.kv_format or ("bf16" if options.mode is Mode.MLA else "fp8"),
-            "transfer": options.transfer,
+            # A worker alone does not know where its peers run.
+            "transfer": choose_transfer(options.transfer, gpus_of_one_host=False),
             "timeouts": {"handshake": timeout, "reserve": timeout, "push": timeout, "ack": timeout},
             "device": device,
             "instance_id": uuid.uuid4().hex[:12],
@@ -77,13 +80,20 @@ def configure(options: WorkerOptions) -> WorkerConfig:
     return config
 
 
+def choose_transfer(asked: str, gpus_of_one_host: bool) -> str:
+    """``auto`` is nccl where both roles run on GPUs of one host, and zmq everywhere else."""
+    if asked != AUTO_TRANSFER:
+        return asked
+    return (Transfer.NCCL if gpus_of_one_host else Transfer.ZMQ).value
+
+
 def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
     """Arguments for SGLang's own server: our defaults, then the user's."""
     given = {argument.split("=", 1)[0] for argument in sglang_arguments}
     defaults = {
         "--model-path": config.model,
         "--disaggregation-mode": config.role.value,
-        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer.value],
+        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer],
         "--host": _DEFAULT_HOST,
         # SGLang's own choice is a port for outgoing connections, which may be taken by the time
         # that the ranks meet there.

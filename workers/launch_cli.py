@@ -54,7 +54,9 @@ def _launch(
         int | None, typer.Option(help="shared core of a conversion made now [32]")
     ] = None,
     kv_format: Annotated[str | None, typer.Option(help="fp8, bf16 or fp32 [fp8]")] = None,
-    transfer: Annotated[str, typer.Option(help="zmq")] = "zmq",
+    transfer: Annotated[
+        str, typer.Option(help="zmq, nccl (GPUs alone) or auto: nccl on GPUs, zmq on the CPU")
+    ] = "auto",
     transfer_timeout: Annotated[float, typer.Option(help="seconds, any wait of a migration")] = 30,
     prefill_tp: Annotated[int, typer.Option(help="ranks of one prefill worker")] = 1,
     decode_tp: Annotated[int, typer.Option(help="ranks of one decode worker")] = 2,

@@ -32,6 +32,9 @@ class Transfer(str, Enum):
     """Data plane of KV migration."""
 
     ZMQ = "zmq"
+    """Through host memory and TCP: any host, any device."""
+    NCCL = "nccl"
+    """Between GPUs of one host."""
 
 
 class TransferTimeouts(BaseModel):
@@ -102,6 +105,11 @@ class WorkerConfig(BaseModel):
             raise ValueError("mode mla is exact, kv_format=fp8; use bf16, fp32 or mode snapmla")
         if self.device == "cuda" and self.kv_format is KVFormat.FP32:
             raise ValueError("kv_format=fp32 is for --device cpu; on GPUs use bf16 or fp8")
+        if self.transfer is Transfer.NCCL and self.device != "cuda":
+            raise ValueError(
+                f"transfer nccl moves rows between GPUs, device={self.device}; "
+                "use --transfer zmq, or --device cuda"
+            )
         return self
 
 

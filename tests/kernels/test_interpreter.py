@@ -11,7 +11,12 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FILES = ["test_latent_decode.py", "test_helpers.py", "test_decode_backend.py"]
+FILES = [
+    "test_latent_decode.py",
+    "test_helpers.py",
+    "test_row_digest.py",
+    "test_decode_backend.py",
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU itself")

@@ -49,7 +49,7 @@ def finish(pair: Pair, room: int = ROOM) -> None:
         rank.receiver.forget(room)
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_every_rank_gets_its_own_rows_at_its_own_pages(
     make_pair: Callable[..., Pair], kind: str, groups: int
@@ -106,7 +106,7 @@ def test_prefill_is_ready_only_when_every_decode_rank_has_reserved(
     assert eventually(lambda: ROOM in pair.events.ready)
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 @pytest.mark.parametrize("fault", ["flip", "drop"])
 def test_a_damaged_or_lost_chunk_fails_the_request_on_both_sides(
     make_pair: Callable[..., Pair], kind: str, fault: str
@@ -128,7 +128,7 @@ def test_a_damaged_or_lost_chunk_fails_the_request_on_both_sides(
     assert eventually(lambda: ROOM + 1 in pair.ranks[0].events.done)
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 def test_a_damaged_chunk_of_one_rank_is_told_to_the_rank_that_is_done(
     make_pair: Callable[..., Pair], kind: str
 ) -> None:
@@ -158,7 +158,7 @@ def test_other_weights_or_rotation_are_refused_with_both_values(
     assert "0" * 64 in str(error) and "f" * 64 in str(error)
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 def test_decode_frees_pages_only_after_prefill_has_acknowledged_the_abort(
     make_pair: Callable[..., Pair], kind: str
 ) -> None:
@@ -186,7 +186,7 @@ def test_nothing_is_written_after_a_fence(make_pair: Callable[..., Pair]) -> Non
     assert eventually(pair.idle)
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
     make_pair: Callable[..., Pair], kind: str
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
         assert rank.receiver.accounting()["peers"] == 0
 
 
-@pytest.mark.parametrize("kind", ["fake", "zmq"])
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
 def test_a_decode_rank_that_dies_fails_its_rooms(make_pair: Callable[..., Pair], kind: str) -> None:
     pair = make_pair(kind, 2, timeouts=TransferTimeouts(handshake=2, reserve=2, push=2.5, ack=2))
     make_ready(pair)
@@ -250,8 +250,8 @@ def test_a_slow_prefill_keeps_its_lease(make_pair: Callable[..., Pair]) -> None:
 def test_a_request_larger_than_the_window_arrives_whole(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpla.workers.transfer.sender.CHUNK_BYTES", 2_000)
-    monkeypatch.setattr("tpla.workers.transfer.sender.WINDOW_BYTES", 3_000)
+    monkeypatch.setattr("tpla.workers.transfer.message_plane.CHUNK_BYTES", 2_000)
+    monkeypatch.setattr("tpla.workers.transfer.message_plane.WINDOW_BYTES", 3_000)
     pair = make_pair("zmq", 2)
     pages = list(range(100))
     pair.sender.open(ROOM)

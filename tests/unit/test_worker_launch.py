@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
-from tpla.core.config import Mode, Role
+from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
 from tpla.workers import ports
@@ -54,6 +54,7 @@ def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> No
         ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
         ({"kv_format": "int4"}, "kv_format='int4'"),
         ({"transfer": "rdma"}, "transfer='rdma'"),
+        ({"transfer": "nccl"}, "use --transfer zmq, or --device cuda"),
         ({"transfer_timeout": 0.0}, "greater than 0"),
         ({"fault": "explode"}, "fault.kind='explode'"),
         ({"device": "tpu"}, "use auto, cpu or cuda"),
@@ -64,6 +65,10 @@ def test_values_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         configure(options(converted, **changes))
+
+
+def test_a_worker_alone_chooses_the_transfer_that_reaches_any_host(converted: Path) -> None:
+    assert configure(options(converted, transfer="auto")).transfer is Transfer.ZMQ
 
 
 def test_an_unconverted_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None:
@@ -148,6 +153,18 @@ def test_a_gpu_decode_worker_runs_our_backend_on_pages_that_its_kernels_like(
         assert line[line.index(flag) + 1] == value
     prefill = config.model_copy(update={"role": Role.PREFILL})
     assert "--attention-backend" not in sglang_command_line(prefill, ())
+
+
+@pytest.mark.parametrize(
+    ("transfer", "gpus", "chosen"),
+    [("auto", 0, "zmq"), ("auto", 8, "nccl"), ("zmq", 8, "zmq"), ("nccl", 8, "nccl")],
+)
+def test_a_deployment_on_gpus_transfers_between_them(
+    tmp_path: Path, transfer: str, gpus: int, chosen: str
+) -> None:
+    plan = plan_deployment(deployment(tmp_path, transfer=transfer, gpus=gpus))
+    for worker in plan.workers:
+        assert worker.command[worker.command.index("--transfer") + 1] == chosen
 
 
 def test_every_process_has_ports_of_its_own(tmp_path: Path) -> None:

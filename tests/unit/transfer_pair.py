@@ -1,4 +1,4 @@
-"""A prefill rank and decode ranks in one process, over the fake link or over real ZMQ."""
+"""A prefill rank and decode ranks in one process: rows over the fake link, real ZMQ or gloo."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from tpla.core.config import FaultPlan, TransferTimeouts
 from tpla.core.errors import TransferError
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.kernels.ref.row_digest import row_digest
 from tpla.workers.transfer.fake_link import FakeLink
-from tpla.workers.transfer.faults import FaultyLink
-from tpla.workers.transfer.protocol import Identity, Link, Pages, Reservation, Rows
+from tpla.workers.transfer.faults import FaultySendingPlane
+from tpla.workers.transfer.group_plane import GroupReceivingPlane, GroupSendingPlane
+from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
+from tpla.workers.transfer.pool_access import unsigned
+from tpla.workers.transfer.protocol import (
+    Identity,
+    Link,
+    Pages,
+    ReceivingPlane,
+    Reservation,
+    Rows,
+    SendingPlane,
+)
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
@@ -48,7 +61,7 @@ class Events:
 class Pool:
     """Pages whose rows depend on page, layer and layout, so that a misplaced byte shows."""
 
-    num_layers, page_size = LAYERS, PAGE_SIZE
+    num_layers, page_size, device = LAYERS, PAGE_SIZE, torch.device("cpu")
 
     def __init__(self, layout: LatentLayout | None = None) -> None:
         if layout is not None:
@@ -59,11 +72,19 @@ class Pool:
     def read(self, pages: Pages, layout: LatentLayout) -> Rows:
         return np.concatenate([expected_rows(int(page), layout) for page in pages], axis=1)
 
-    def write(self, pages: Pages, rows: Rows) -> None:
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
+        rows_B = torch.from_numpy(self.read(pages, layout)).reshape(-1)
+        wire_B.zero_()[: len(rows_B)] = rows_B
+        return self.digest(wire_B)
+
+    def digest(self, wire_B: torch.Tensor) -> int:
+        return unsigned(row_digest(wire_B.view(torch.int64)))
+
+    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
         with self.lock:
             for index, page in enumerate(pages):
                 span = slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
-                self.written[int(page)] = rows[:, span].copy()
+                self.written[int(page)] = np.asarray(rows)[:, span].copy()
 
 
 def expected_rows(page: int, layout: LatentLayout) -> np.ndarray:
@@ -76,20 +97,28 @@ class Rank:
     """One decode rank."""
 
     def __init__(
-        self, link: Link, group: int, groups: int, fingerprint: str, timeouts: TransferTimeouts
+        self,
+        kind: str,
+        link: Link,
+        group: int,
+        groups: int,
+        fingerprint: str,
+        timeouts: TransferTimeouts,
     ) -> None:
         layout = LatentLayout(ShardPlan(64, groups), group, 16, KVFormat.FP8)
         self.pool = Pool(layout)
         self.events = Events()
         self.lost: list[str] = []
+        plane: ReceivingPlane = MessageReceivingPlane(self.pool)
+        if kind == "gloo":
+            plane = GroupReceivingPlane(self.pool, kind, timeouts)
         self.receiver = DecodeReceiver(
-            link, self.pool, identity(f"d{group}", fingerprint), timeouts, self.events,
-            self.lost.append,
-        )  # fmt: skip
+            link, plane, identity(f"d{group}", fingerprint), timeouts, self.events, self.lost.append
+        )
 
 
 class Pair:
-    """One prefill rank and ``groups`` decode ranks."""
+    """One prefill rank and ``groups`` decode ranks; messages of ``gloo`` go over ZMQ."""
 
     def __init__(
         self,
@@ -98,6 +127,7 @@ class Pair:
         fault: FaultPlan | None = None,
         decode_fingerprint: str = "f" * 64,
         timeouts: TransferTimeouts = TIMEOUTS,
+        decode_kind: str = "",
     ) -> None:
         if kind == "fake":
             server: Link = FakeLink()
@@ -108,10 +138,14 @@ class Pair:
             server, self.endpoint = zmq_server, f"tcp://127.0.0.1:{zmq_server.port}"
             clients = [ZmqClientLink(f"decode{rank}") for rank in range(groups)]
         self.events = Events()
-        link = server if fault is None else FaultyLink(server, fault)
-        self.sender = PrefillSender(link, Pool(), identity("p"), timeouts, self.events)
+        plane: SendingPlane = MessageSendingPlane(server, Pool())
+        if kind == "gloo":
+            plane = GroupSendingPlane(server, Pool(), kind, timeouts)
+        if fault is not None:
+            plane = FaultySendingPlane(plane, fault)
+        self.sender = PrefillSender(server, plane, identity("p"), timeouts, self.events)
         self.ranks = [
-            Rank(client, group, groups, decode_fingerprint, timeouts)
+            Rank(decode_kind or kind, client, group, groups, decode_fingerprint, timeouts)
             for group, client in enumerate(clients)
         ]
 

@@ -15,7 +15,7 @@ from tpla.core.config import Mode, Role, WorkerConfig, worker_config_from_enviro
 from tpla.workers.sglang_plugin import targets
 from tpla.workers.sglang_plugin.names import CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND
 
-TRANSFER_BACKEND_NAME = "tpla_zmq"
+TRANSFER_BACKEND_NAMES = ("tpla_zmq", "tpla_nccl")
 
 
 def load() -> None:
@@ -60,8 +60,9 @@ def _offer_choices(server_args: Any) -> None:
     for name in (CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND):
         if name not in server_args.ATTENTION_BACKEND_CHOICES:
             server_args.add_attention_backend_choices([name])
-    if TRANSFER_BACKEND_NAME not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
-        server_args.add_disagg_transfer_backend_choices([TRANSFER_BACKEND_NAME])
+    for name in TRANSFER_BACKEND_NAMES:
+        if name not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+            server_args.add_disagg_transfer_backend_choices([name])
 
 
 def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
@@ -71,7 +72,8 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
         return backend != CPU_ATTENTION_BACKEND and original(backend)
 
     support_triton.__module__ = __name__
-    transfer_backend.add_enum_member(TRANSFER_BACKEND_NAME)
+    for name in TRANSFER_BACKEND_NAMES:
+        transfer_backend.add_enum_member(name)
     around, after = hook_type.AROUND, hook_type.AFTER
     registry.register(targets.SUPPORT_TRITON.path, support_triton, around)
     registry.register(

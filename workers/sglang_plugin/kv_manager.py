@@ -27,11 +27,19 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 from tpla.core.checkpoint import fingerprint
-from tpla.core.config import WorkerConfig
+from tpla.core.config import Transfer, WorkerConfig
 from tpla.core.errors import TransferError
-from tpla.workers.transfer.faults import FaultyLink
-from tpla.workers.transfer.pool_access import DecodePages, PrefillPages
-from tpla.workers.transfer.protocol import Identity, Link, Reservation
+from tpla.workers.transfer.faults import FaultySendingPlane
+from tpla.workers.transfer.group_plane import GroupReceivingPlane, GroupSendingPlane
+from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
+from tpla.workers.transfer.pool_access import decode_pages, prefill_pages
+from tpla.workers.transfer.protocol import (
+    Identity,
+    Link,
+    ReceivingPlane,
+    Reservation,
+    SendingPlane,
+)
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
@@ -73,16 +81,12 @@ class TplaKVManager(CommonKVManager):
         )
         self.timeouts = config.timeouts
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            link: Link = self.link
-            if config.fault is not None:
-                link = FaultyLink(link, config.fault)
-            self.sender = PrefillSender(
-                link, PrefillPages(pool), self.identity, config.timeouts, self
-            )
+            plane = _sending_plane(config, self.link, pool)
+            self.sender = PrefillSender(self.link, plane, self.identity, config.timeouts, self)
         else:
             self.receiver = DecodeReceiver(
                 ZmqClientLink(self.identity.instance_id),
-                DecodePages(pool),
+                _receiving_plane(config, pool),
                 self.identity,
                 config.timeouts,
                 self,
@@ -197,6 +201,21 @@ class TplaKVManager(CommonKVManager):
             with self.connection_lock:
                 for key in [k for k in self.connection_pool if k.startswith(bootstrap_addr)]:
                     del self.connection_pool[key]
+
+
+def _sending_plane(config: WorkerConfig, link: Link, pool: Any) -> SendingPlane:
+    source = prefill_pages(pool)
+    plane: SendingPlane = MessageSendingPlane(link, source)
+    if config.transfer is Transfer.NCCL:
+        plane = GroupSendingPlane(link, source, config.transfer.value, config.timeouts)
+    return plane if config.fault is None else FaultySendingPlane(plane, config.fault)
+
+
+def _receiving_plane(config: WorkerConfig, pool: Any) -> ReceivingPlane:
+    sink = decode_pages(pool)
+    if config.transfer is Transfer.NCCL:
+        return GroupReceivingPlane(sink, config.transfer.value, config.timeouts)
+    return MessageReceivingPlane(sink)
 
 
 class _Polled:

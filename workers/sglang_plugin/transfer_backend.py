@@ -1,4 +1,4 @@
-"""Makes ``--disaggregation-transfer-backend tpla_zmq`` known to SGLang."""
+"""Makes ``--disaggregation-transfer-backend tpla_zmq`` and ``tpla_nccl`` known to SGLang."""
 
 from __future__ import annotations
 

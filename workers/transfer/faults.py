@@ -1,4 +1,4 @@
-"""Faults for tests and drills, as a decorator around a link."""
+"""Faults for tests and drills, as a decorator around a data plane's outboxes."""
 
 from __future__ import annotations
 
@@ -7,64 +7,76 @@ import os
 import threading
 import time
 
-import numpy as np
-import numpy.typing as npt
-
 from tpla.core.config import FaultPlan
-from tpla.core.messages import Chunk, Message
-from tpla.workers.transfer.protocol import Link, LinkHandler
+from tpla.core.latent_layout import LatentLayout
+from tpla.core.messages import Chunk
+from tpla.workers.transfer.protocol import ChunkRows, Outbox, Pages, SendingPlane
 
 logger = logging.getLogger(__name__)
 
 
-class FaultyLink:
+class FaultySendingPlane:
     """Passes everything through, except that some chunks are hit by the plan's fault.
 
-    ``flip`` changes one byte of the payload after its digest was taken, ``drop`` loses the chunk,
+    ``flip`` changes one bit of the rows after their digest was taken, ``drop`` loses the chunk,
     ``delay`` holds it back, ``exit`` kills the process as a crash would.
     """
 
-    def __init__(self, link: Link, plan: FaultPlan) -> None:
-        self._link = link
-        self._plan = plan
+    def __init__(self, plane: SendingPlane, plan: FaultPlan) -> None:
+        self.name = plane.name
+        self.source = plane.source
+        self.plan = plan
+        self._plane = plane
         self._seen = 0
         self._lock = threading.Lock()
 
-    def start(self, handler: LinkHandler) -> None:
-        """As the link's."""
-        self._link.start(handler)
+    def outbox(self, peer: str, layout: LatentLayout) -> FaultyOutbox:
+        """As the plane's, hit by the plan that all outboxes share."""
+        return FaultyOutbox(self._plane.outbox(peer, layout), self)
 
-    def connect(self, endpoint: str) -> str:
-        """As the link's."""
-        return self._link.connect(endpoint)
-
-    def disconnect(self, peer: str) -> None:
-        """As the link's."""
-        self._link.disconnect(peer)
-
-    def close(self) -> None:
-        """As the link's."""
-        self._link.close()
-
-    def send(
-        self, peer: str, message: Message, payload: npt.NDArray[np.uint8] | None = None
-    ) -> None:
-        """As the link's, with the fault applied to chunks that the plan names."""
-        if not isinstance(message, Chunk) or payload is None or not self._hits():
-            self._link.send(peer, message, payload)
-            return
-        logger.warning("fault injection: %s on %s", self._plan.kind, message)
-        if self._plan.kind == "flip":
-            damaged = payload.reshape(-1).copy()
-            damaged[damaged.size // 2] ^= 0x40
-            self._link.send(peer, message, damaged)
-        elif self._plan.kind == "delay":
-            time.sleep(self._plan.delay_seconds)
-            self._link.send(peer, message, payload)
-        elif self._plan.kind == "exit":
-            os._exit(70)
-
-    def _hits(self) -> bool:
+    def hits(self) -> bool:
+        """Whether the plan names the chunk that is sent now."""
         with self._lock:
             self._seen += 1
-            return self._plan.after < self._seen <= self._plan.after + self._plan.count
+            return self.plan.after < self._seen <= self.plan.after + self.plan.count
+
+
+class FaultyOutbox:
+    """Everything but :meth:`send` is the outbox's own."""
+
+    def __init__(self, outbox: Outbox, plane: FaultySendingPlane) -> None:
+        self.chunk_bytes, self.window_bytes = outbox.chunk_bytes, outbox.window_bytes
+        self.port = outbox.port
+        self._outbox = outbox
+        self._plane = plane
+
+    def connect(self) -> None:
+        """As the outbox's."""
+        self._outbox.connect()
+
+    def read(self, pages: Pages) -> ChunkRows:
+        """As the outbox's."""
+        return self._outbox.read(pages)
+
+    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
+        """As the outbox's, with the fault applied to chunks that the plan names."""
+        plan = self._plane.plan
+        if self._plane.hits():
+            logger.warning("fault injection: %s on %s", plan.kind, chunk)
+            if plan.kind == "drop":
+                return
+            if plan.kind == "exit":
+                os._exit(70)
+            if plan.kind == "flip":
+                rows.damage()
+            if plan.kind == "delay":
+                time.sleep(plan.delay_seconds)
+        self._outbox.send(chunk, rows)
+
+    def cancel(self) -> None:
+        """As the outbox's."""
+        self._outbox.cancel()
+
+    def close(self) -> None:
+        """As the outbox's."""
+        self._outbox.close()

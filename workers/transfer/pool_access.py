@@ -1,4 +1,7 @@
-"""Prefill's and decode's pools as the transfer sees them: torch buffers, no SGLang."""
+"""Prefill's and decode's pools as the transfer sees them: torch buffers, no SGLang.
+
+:func:`prefill_pages` and :func:`decode_pages` choose by the pool's device.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,36 @@ import torch
 
 from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.ref.latent_rows import pack_rows
-from tpla.workers.transfer.protocol import Pages, Rows
+from tpla.kernels.ref.row_digest import row_digest
+from tpla.workers.transfer.protocol import Pages, PageSink, PageSource, Rows
 
 # Received frames are read-only; torch warns about that once, but rows are only read here.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+
+_DIGEST_MASK = (1 << 64) - 1
+
+
+def prefill_pages(pool: Any) -> PageSource:
+    """SGLang's MLA pool, read in the layout of whichever decode rank asks."""
+    if pool.kv_buffer[0].is_cuda:
+        from tpla.workers.transfer.cuda_pool_access import CudaPrefillPages
+
+        return CudaPrefillPages(pool)
+    return PrefillPages(pool)
+
+
+def decode_pages(pool: Any) -> PageSink:
+    """The decode pool (``LatentKVPool``), written in its own layout."""
+    if pool.kv_buffer[0].is_cuda:
+        from tpla.workers.transfer.cuda_pool_access import CudaDecodePages
+
+        return CudaDecodePages(pool)
+    return DecodePages(pool)
+
+
+def unsigned(digest: torch.Tensor) -> int:
+    """A digest's 64 bits; waits for the device."""
+    return int(digest) & _DIGEST_MASK
 
 
 def _by_page(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -27,41 +56,59 @@ def _as_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class PrefillPages:
-    """SGLang's MLA pool, read in the layout of whichever decode rank asks."""
+    """Prefill's pool in host memory."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
+        self.device = torch.device("cpu")
 
     def read(self, pages: Pages, layout: LatentLayout) -> Rows:
         """Slice and quantise before sending: ``[layers, pages * page_size, row_bytes]``."""
+        shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
+        rows = np.empty(shape, dtype=np.uint8)
+        self._pack(pages, layout, torch.from_numpy(rows))
+        return rows
+
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
+        """The same rows into a buffer of 64-bit words; returns their digest."""
+        shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
+        nbytes = int(np.prod(shape))
+        wire_B[nbytes:] = 0
+        self._pack(pages, layout, wire_B[:nbytes].view(shape))
+        return unsigned(row_digest(wire_B.view(torch.int64)))
+
+    def _pack(self, pages: Pages, layout: LatentLayout, rows_YTB: torch.Tensor) -> None:
         width, core = self._pool.kv_lora_rank, layout.plan.core_dims
         start, stop = layout.plan.slice_bounds(layout.group)
-        tokens = len(pages) * self.page_size
-        rows = np.empty((self.num_layers, tokens, layout.row_bytes), dtype=np.uint8)
-        for layer, buffer in enumerate(self._pool.kv_buffer):
-            index = torch.from_numpy(pages).to(buffer.device)
-            cached_TR = _by_page(buffer, self.page_size).index_select(0, index).view(tokens, -1)
+        index = torch.from_numpy(pages)
+        for buffer, rows_TB in zip(self._pool.kv_buffer, rows_YTB, strict=True):
+            cached_NR = _by_page(buffer, self.page_size).index_select(0, index)
+            cached_TR = cached_NR.view(len(rows_TB), -1)
             latent_TL = cached_TR[:, start:stop]
             if core:
                 latent_TL = torch.cat([cached_TR[:, :core], latent_TL], -1)
-            rows[layer] = pack_rows(latent_TL, cached_TR[:, width:], layout).cpu().numpy()
-        return rows
+            rows_TB.copy_(pack_rows(latent_TL, cached_TR[:, width:], layout))
 
 
 class DecodePages:
-    """The decode pool (``LatentKVPool``), written in its own layout."""
+    """The decode pool in host memory."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
         self.layout: LatentLayout = pool.layout
+        self.device = torch.device("cpu")
 
-    def write(self, pages: Pages, rows: Rows) -> None:
+    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
         """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``."""
-        for buffer, layer_rows in zip(self._pool.kv_buffer, rows, strict=True):
-            index = torch.from_numpy(pages.astype(np.int64)).to(buffer.device)
-            source = torch.from_numpy(layer_rows).view(len(pages), -1).to(buffer.device)
+        index = torch.from_numpy(pages.astype(np.int64))
+        for buffer, rows_TB in zip(self._pool.kv_buffer, torch.as_tensor(rows), strict=True):
+            source = rows_TB.view(len(pages), -1)
             _as_words(_by_page(buffer, self.page_size)).index_copy_(0, index, _as_words(source))
+
+    def digest(self, wire_B: torch.Tensor) -> int:
+        """Digest of a buffer of 64-bit words."""
+        return unsigned(row_digest(wire_B.view(torch.int64)))

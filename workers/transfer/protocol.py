@@ -7,8 +7,11 @@
         └── Link ═══════ one connection a pair ═══════ Link ──┘
 
 A :class:`KVSender` or :class:`KVReceiver` keeps the state of each room (one request) and calls its
-:class:`RoomEvents` from the link's thread. A :class:`Link` moves messages; faults are injected by a
-decorator around it (:mod:`tpla.workers.transfer.faults`).
+:class:`RoomEvents` from the link's thread. A :class:`Link` moves messages. Rows go from an
+:class:`Outbox` to an :class:`Inbox`, which a data plane makes for each pair of ranks: with the
+messages (:mod:`~tpla.workers.transfer.message_plane`) or between two GPUs
+(:mod:`~tpla.workers.transfer.group_plane`). Faults are injected by a decorator around the outboxes
+(:mod:`~tpla.workers.transfer.faults`).
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tpla.core.errors import TransferError
 from tpla.core.latent_layout import LatentLayout
-from tpla.core.messages import Message
+from tpla.core.messages import Chunk, Done, Message
+from tpla.workers.transfer.digest import Place
 
 Pages = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint8]
@@ -67,13 +72,21 @@ class Reservation:
 
 
 class PageSource(Protocol):
-    """Prefill's pool."""
+    """Prefill's pool. What the engine wrote to a page must be complete before it is read."""
 
     num_layers: int
     page_size: int
+    device: torch.device
 
     def read(self, pages: Pages, layout: LatentLayout) -> Rows:
         """``[layers, pages * page_size, row_bytes]`` rows in a decode rank's layout."""
+
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
+        """The same rows at the front of a uint8 buffer of the pool's device, zeros behind them.
+
+        Returns:
+            :func:`tpla.kernels.row_digest.row_digest` of the buffer, complete like its bytes.
+        """
 
 
 class PageSink(Protocol):
@@ -82,9 +95,16 @@ class PageSink(Protocol):
     num_layers: int
     page_size: int
     layout: LatentLayout
+    device: torch.device
 
-    def write(self, pages: Pages, rows: Rows) -> None:
-        """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``."""
+    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
+        """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``; then they are there.
+
+        ``rows`` lie in host memory or, as a tensor, on the pool's device.
+        """
+
+    def digest(self, wire_B: torch.Tensor) -> int:
+        """What :meth:`PageSource.pack` returned for the same bytes."""
 
 
 class LinkHandler(Protocol):
@@ -119,6 +139,100 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Stop the thread and close every socket."""
+
+
+class ChunkRows(Protocol):
+    """Rows of one chunk: in host memory or in a staging buffer."""
+
+    nbytes: int
+
+    def digest(self, place: Place) -> int:
+        """64 bits over the place and every byte."""
+
+    def shaped(self, shape: tuple[int, int, int]) -> Rows | torch.Tensor:
+        """``[layers, tokens, row_bytes]``; the sizes must agree."""
+
+    def damage(self) -> None:
+        """Flip one bit, after the digest was taken (a drill)."""
+
+
+class Outbox(Protocol):
+    """The way of chunks to one decode rank, in order. Its pusher's thread uses it.
+
+    Attributes:
+        chunk_bytes: payload of one chunk, at most, unless one page is larger.
+        window_bytes: payload that may be on its way.
+        port: where decode joins, 0 for nowhere.
+    """
+
+    chunk_bytes: int
+    window_bytes: int
+    port: int
+
+    def connect(self) -> None:
+        """Wait until the decode rank has joined.
+
+        Raises:
+            TransferError: it did not in time; like every error of the methods below, final.
+        """
+
+    def read(self, pages: Pages) -> ChunkRows:
+        """The pages' rows in the decode rank's layout; valid until the next call but one."""
+
+    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
+        """Announce and send what :meth:`read` returned last."""
+
+    def cancel(self) -> None:
+        """End a wait in any method with TransferAborted; from any thread."""
+
+    def close(self) -> None:
+        """Give up what is on its way, and the connection."""
+
+
+class SendingPlane(Protocol):
+    """Prefill's end of a data plane; both ends must be of one ``name``."""
+
+    name: str
+    source: PageSource
+
+    def outbox(self, peer: str, layout: LatentLayout) -> Outbox:
+        """The way to a decode rank; never blocks."""
+
+
+class Inbox(Protocol):
+    """What comes from one prefill rank: chunks and the ends of rooms, in order."""
+
+    def submit(self, message: Chunk | Done, payload: memoryview | None) -> None:
+        """A message arrived; ``payload`` is valid during the call. Never blocks."""
+
+    def close(self) -> None:
+        """Give up what is on its way; nothing is delivered afterwards but what is at hand."""
+
+    def join(self, timeout: float) -> None:
+        """Wait until a closed inbox has ended; not from a handler."""
+
+
+class InboxHandler(Protocol):
+    """Receives what came; on the thread of the link or of the inbox."""
+
+    def on_rows(self, peer: str, chunk: Chunk, rows: ChunkRows) -> None:
+        """A chunk's rows are here, unverified; valid during the call."""
+
+    def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
+        """The room's end, after all its rows; valid during the call."""
+
+    def on_broken(self, peer: str, inbox: Inbox, error: TransferError) -> None:
+        """Nothing more comes through this inbox."""
+
+
+class ReceivingPlane(Protocol):
+    """Decode's end of a data plane; both ends must be of one ``name``."""
+
+    name: str
+    sink: PageSink
+
+    def inbox(self, peer: str, port: int, handler: InboxHandler) -> Inbox:
+        """Join the prefill rank ``peer`` at ``port``; never blocks."""
 
 
 class RoomEvents(Protocol):

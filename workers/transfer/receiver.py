@@ -1,21 +1,21 @@
 """Decode's half of KV transfer: which rooms are awaited, from whom, and what has arrived.
 
 Threads: the engine calls :class:`DecodeReceiver`'s public methods; messages and ticks come on the
-link's thread, which also verifies and stores the rows. One lock guards all state and is held while
-a chunk is stored, so that no byte of a room lands after :meth:`DecodeReceiver.fence` or a failure.
+link's thread; rows and the ends of rooms on the thread of the peer's inbox, which also verifies and
+stores them. One lock guards all state and is held while a chunk is stored, so that no byte of a
+room lands after :meth:`DecodeReceiver.fence` or a failure.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-
-import numpy as np
 
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import (
@@ -41,12 +41,21 @@ from tpla.core.messages import (
     Reserve,
     Welcome,
 )
-from tpla.workers.transfer.digest import chunk_digest, room_digest
-from tpla.workers.transfer.protocol import Identity, Link, PageSink, Reservation, RoomEvents
+from tpla.workers.transfer.digest import room_digest
+from tpla.workers.transfer.protocol import (
+    ChunkRows,
+    Identity,
+    Inbox,
+    Link,
+    ReceivingPlane,
+    Reservation,
+    RoomEvents,
+)
 from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
 
+_JOIN_SECONDS = 5.0
 _LONGEST_PING_SECONDS = 1.0
 
 
@@ -61,6 +70,7 @@ class _Peer:
     state: _PeerState
     deadline: float
     reason: str = ""
+    inbox: Inbox | None = None
     waiting: list[tuple[int, Reserve]] = field(default_factory=list)
 
 
@@ -86,14 +96,15 @@ class DecodeReceiver:
     def __init__(
         self,
         link: Link,
-        sink: PageSink,
+        plane: ReceivingPlane,
         identity: Identity,
         timeouts: TransferTimeouts,
         events: RoomEvents,
         on_peer_lost: Callable[[str], None],
     ) -> None:
         self._link = link
-        self._sink = sink
+        self._plane = plane
+        self._sink = plane.sink
         self._identity = identity
         self._timeouts = timeouts
         self._events = events
@@ -128,6 +139,7 @@ class DecodeReceiver:
                     num_layers=self._sink.num_layers,
                     page_size=self._sink.page_size,
                     metadata_bytes=self._identity.metadata_bytes,
+                    transfer=self._plane.name,
                 ),
             )
 
@@ -178,7 +190,13 @@ class DecodeReceiver:
                 del self._rooms[room]
 
     def close(self) -> None:
-        """Stop the link."""
+        """Stop the inboxes and the link."""
+        with self._lock:
+            inboxes = [peer.inbox for peer in self._peers.values() if peer.inbox is not None]
+            for peer in self._peers.values():
+                _close_inbox(peer)
+        for inbox in inboxes:
+            inbox.join(_JOIN_SECONDS)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:
@@ -195,12 +213,12 @@ class DecodeReceiver:
     def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
         """A prefill rank says something."""
         with self._lock:
-            if isinstance(message, Chunk):
-                self._on_chunk(peer, message, payload)
-            elif isinstance(message, Done):
-                self._on_done(peer, message, payload)
+            if isinstance(message, Chunk | Done):
+                known = self._peers.get(peer)
+                if known is not None and known.inbox is not None:
+                    known.inbox.submit(message, payload)
             elif isinstance(message, Welcome):
-                self._on_welcome(peer)
+                self._on_welcome(peer, message.data_port)
             elif isinstance(message, Refuse):
                 self._on_refuse(peer, message.reason)
             elif isinstance(message, Abort):
@@ -219,6 +237,7 @@ class DecodeReceiver:
                 state.unacknowledged_aborts.discard(peer)
         if known is None:
             return
+        _close_inbox(known)
         logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(affected))
         self._on_peer_lost(peer)
         for room in affected:
@@ -258,11 +277,12 @@ class DecodeReceiver:
         else:
             self._give_up(reserve.room, LayoutMismatch(peer.reason))
 
-    def _on_welcome(self, endpoint: str) -> None:
+    def _on_welcome(self, endpoint: str, data_port: int) -> None:
         peer = self._peers.get(endpoint)
         if peer is None:
             return
         peer.state = _PeerState.WELCOME
+        peer.inbox = self._plane.inbox(endpoint, data_port, self)
         waiting, peer.waiting = peer.waiting, []
         for room, reserve in waiting:
             state = self._rooms.get(room)
@@ -275,74 +295,78 @@ class DecodeReceiver:
         if peer is None:
             return
         peer.state, peer.reason, peer.waiting = _PeerState.REFUSED, reason, []
+        _close_inbox(peer)
         for room, state in list(self._rooms.items()):
             if endpoint in state.endpoints:
                 self._give_up(room, LayoutMismatch(f"prefill refused: {reason}"))
 
-    # ---- rows
+    # ---- called by inboxes
 
-    def _on_chunk(self, peer: str, chunk: Chunk, payload: memoryview | None) -> None:
-        size = len(payload) if payload is not None else 0
-        try:
-            state = self._rooms.get(chunk.room)
-            if state is not None and not state.closed and state.reservation is not None:
-                self._store(state, state.reservation, chunk, payload)
-        except TransferError as error:
-            self._give_up(chunk.room, error)
-        finally:
-            self._link.send(peer, Credit(size))
+    def on_rows(self, peer: str, chunk: Chunk, rows: ChunkRows) -> None:
+        """A chunk's rows are here: verify and store them."""
+        place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
+        intact = rows.digest(place) == chunk.digest
+        with self._lock:
+            try:
+                state = self._rooms.get(chunk.room)
+                if state is not None and not state.closed and state.reservation is not None:
+                    self._store(state, state.reservation, chunk, rows, intact)
+            except TransferError as error:
+                self._give_up(chunk.room, error)
+            finally:
+                self._link.send(peer, Credit(rows.nbytes))
 
     def _store(
-        self, state: _Room, reservation: Reservation, chunk: Chunk, payload: memoryview | None
+        self, state: _Room, reservation: Reservation, chunk: Chunk, rows: ChunkRows, intact: bool
     ) -> None:
-        stop = chunk.page_start + chunk.pages
-        shape = (
-            self._sink.num_layers,
-            chunk.pages * self._sink.page_size,
-            self._sink.layout.row_bytes,
-        )
-        intact = (
-            payload is not None
-            and len(payload) == np.prod(shape)
+        stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
+        shape = (self._sink.num_layers, tokens, self._sink.layout.row_bytes)
+        expected = (
+            intact
+            and rows.nbytes == math.prod(shape)
             and chunk.sequence == len(state.digests)
             and stop <= len(reservation.pages)
-            and chunk.digest
-            == chunk_digest(chunk.room, chunk.sequence, chunk.page_start, chunk.pages, payload)
         )
-        if not intact or payload is None:
+        if not expected:
             raise ChecksumMismatch(
                 f"room {chunk.room}, chunk {chunk.sequence}, pages {chunk.page_start}-{stop - 1}: "
                 "the rows that arrived are not those that were sent; the request must be repeated"
             )
-        rows = np.frombuffer(payload, dtype=np.uint8).reshape(shape)
-        self._sink.write(reservation.pages[chunk.page_start : stop], rows)
+        self._sink.write(reservation.pages[chunk.page_start : stop], rows.shaped(shape))
         state.digests.append(chunk.digest)
         state.pages_received += chunk.pages
         state.deadline = time.monotonic() + self._timeouts.push
-        self.statistics.count_bytes(len(payload), chunk.pages * self._sink.page_size)
+        self.statistics.count_bytes(rows.nbytes, tokens)
 
-    def _on_done(self, peer: str, done: Done, payload: memoryview | None) -> None:
-        state = self._rooms.get(done.room)
-        if state is None or state.closed or state.reservation is None or payload is None:
-            return
-        complete = (
-            done.chunks == len(state.digests)
-            and done.pages == state.pages_received == len(state.reservation.pages)
-            and len(payload) == self._identity.metadata_bytes
-            and done.digest == room_digest(done.room, state.digests, payload)
-        )
-        if not complete:
-            error = ChecksumMismatch(
-                f"room {done.room}: {len(state.digests)} chunks with {state.pages_received} pages "
-                f"arrived, prefill sent {done.chunks} with {done.pages}, or the digest differs; "
-                "the request must be repeated"
+    def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
+        """The room's end: verify the whole of it and acknowledge."""
+        with self._lock:
+            state = self._rooms.get(done.room)
+            if state is None or state.closed or state.reservation is None:
+                return
+            complete = (
+                done.chunks == len(state.digests)
+                and done.pages == state.pages_received == len(state.reservation.pages)
+                and len(metadata) == self._identity.metadata_bytes
+                and done.digest == room_digest(done.room, state.digests, metadata)
             )
-            self._give_up(done.room, error)
-            return
-        state.closed = state.done = True
-        state.deadline = float("inf")
-        self._events.on_done(done.room, bytes(payload))
-        self._link.send(peer, Ack(done.room))
+            if not complete:
+                self._give_up(done.room, _incomplete(done, state))
+                return
+            state.closed = state.done = True
+            state.deadline = float("inf")
+            self._events.on_done(done.room, bytes(metadata))
+            self._link.send(peer, Ack(done.room))
+
+    def on_broken(self, peer: str, inbox: Inbox, error: TransferError) -> None:
+        """No more rows come from a prefill rank: drop it, a later request greets it anew."""
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is None or known.inbox is not inbox:
+                return
+        logger.error("%s", error)
+        self._link.disconnect(peer)
+        self.on_disconnect(peer)
 
     # ---- ends
 
@@ -429,3 +453,17 @@ class DecodeReceiver:
             state = self._rooms.get(room)
             if state is not None and not state.closed:
                 state.deadline = max(state.deadline, deadline)
+
+
+def _close_inbox(peer: _Peer) -> None:
+    if peer.inbox is not None:
+        peer.inbox.close()
+        peer.inbox = None
+
+
+def _incomplete(done: Done, state: _Room) -> ChecksumMismatch:
+    return ChecksumMismatch(
+        f"room {done.room}: {len(state.digests)} chunks with {state.pages_received} pages "
+        f"arrived, prefill sent {done.chunks} with {done.pages}, or the digest differs; "
+        "the request must be repeated"
+    )

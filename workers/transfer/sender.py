@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,25 +39,14 @@ from tpla.core.messages import (
     Reserve,
     Welcome,
 )
-from tpla.workers.transfer.digest import chunk_digest, room_digest
-from tpla.workers.transfer.protocol import Identity, Link, Pages, PageSource, RoomEvents
+from tpla.workers.transfer.digest import room_digest
+from tpla.workers.transfer.protocol import Identity, Link, Pages, RoomEvents, SendingPlane
+from tpla.workers.transfer.pusher import Pusher, Task
 from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2 << 20
-"""Payload of one message: large enough to amortise its cost, small enough to overlap stages."""
-
-WINDOW_BYTES = 32 << 20
-"""Payload that may be on its way to one decode rank."""
-
-
-@dataclass
-class _Task:
-    room: int
-    page_start: int
-    pages: Pages
-    metadata: bytes | None
+_JOIN_SECONDS = 5.0
 
 
 @dataclass
@@ -89,19 +77,20 @@ class PrefillSender:
     def __init__(
         self,
         link: Link,
-        source: PageSource,
+        plane: SendingPlane,
         identity: Identity,
         timeouts: TransferTimeouts,
         events: RoomEvents,
     ) -> None:
         self._link = link
-        self._source = source
+        self._plane = plane
+        self._source = plane.source
         self._identity = identity
         self._timeouts = timeouts
         self._events = events
         self._lock = threading.RLock()
         self._rooms: dict[int, _Room] = {}
-        self._pushers: dict[str, _Pusher] = {}
+        self._pushers: dict[str, Pusher] = {}
         self.statistics = TransferStatistics()
         link.start(self)
 
@@ -125,7 +114,7 @@ class PrefillSender:
             state.last_pushed = metadata is not None
             state.first_push = state.first_push or time.monotonic()
             state.deadline = time.monotonic() + self._timeouts.push
-            task = _Task(room, page_start, pages, metadata)
+            task = Task(room, page_start, pages, metadata)
             for peer in state.unacknowledged:
                 self._pushers[peer].submit(task)
             self._conclude_if_acknowledged(room, state)
@@ -156,6 +145,8 @@ class PrefillSender:
             pushers = list(self._pushers.values())
         for pusher in pushers:
             pusher.stop()
+        for pusher in pushers:
+            pusher.join(_JOIN_SECONDS)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:
@@ -230,8 +221,9 @@ class PrefillSender:
         previous = self._pushers.pop(peer, None)
         if previous is not None:
             previous.stop()
-        self._pushers[peer] = _Pusher(peer, layout, self)
-        self._link.send(peer, Welcome(self._identity.instance_id))
+        outbox = self._plane.outbox(peer, layout)
+        self._pushers[peer] = Pusher(peer, layout, outbox, self)
+        self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
         logger.info(
             "decode rank %s: %s, %d bytes a token and layer", peer, layout, layout.row_bytes
         )
@@ -240,6 +232,7 @@ class PrefillSender:
         layout = LatentLayout.from_dict(hello.layout)
         comparisons = {
             "protocol version": (hello.version, PROTOCOL_VERSION),
+            "data plane": (hello.transfer, self._plane.name),
             "checkpoint fingerprint": (hello.fingerprint, self._identity.fingerprint),
             "kv_lora_rank": (layout.plan.kv_lora_rank, self._identity.kv_lora_rank),
             "qk_rope_head_dim": (layout.qk_rope_head_dim, self._identity.qk_rope_head_dim),
@@ -255,7 +248,8 @@ class PrefillSender:
         if different:
             raise LayoutMismatch(
                 "; ".join(different)
-                + ". Start both workers with the same converted checkpoint, --page-size and release"
+                + ". Start both workers with the same converted checkpoint, --transfer, "
+                "--page-size and release"
             )
         return layout
 
@@ -359,10 +353,18 @@ class PrefillSender:
 
     # ---- called by pushers
 
-    def send_task(self, pusher: _Pusher, task: _Task) -> None:
+    def lose(self, pusher: Pusher, error: TransferError) -> None:
+        """A decode rank cannot be sent to any more: its rooms fail, and it must greet anew."""
+        with self._lock:
+            if self._pushers.get(pusher.peer) is not pusher:
+                return
+        self.on_disconnect(pusher.peer)
+        self._link.send(pusher.peer, Refuse(f"the connection for rows broke: {error}"))
+
+    def send_task(self, pusher: Pusher, task: Task) -> None:
         """Pack and send a task's pages in chunks; runs on the pusher's thread."""
         page_bytes = self._source.num_layers * self._source.page_size * pusher.layout.row_bytes
-        step = max(1, CHUNK_BYTES // page_bytes)
+        step = max(1, pusher.outbox.chunk_bytes // page_bytes)
         for first in range(0, len(task.pages), step):
             pages = task.pages[first : first + step]
             if not self._send_chunk(pusher, task.room, task.page_start + first, pages):
@@ -370,9 +372,9 @@ class PrefillSender:
         if task.metadata is not None:
             self._send_done(pusher, task)
 
-    def _send_chunk(self, pusher: _Pusher, room: int, page_start: int, pages: Pages) -> bool:
-        payload = self._source.read(pages, pusher.layout)
-        if not pusher.take_credit(payload.nbytes, self._timeouts.push):
+    def _send_chunk(self, pusher: Pusher, room: int, page_start: int, pages: Pages) -> bool:
+        rows = pusher.outbox.read(pages)
+        if not pusher.take_credit(rows.nbytes, self._timeouts.push):
             self._fail(
                 room,
                 TransferTimeout(
@@ -386,22 +388,22 @@ class PrefillSender:
             # alive now was alive while its pages were read.
             state = self._rooms.get(room)
             if state is None or state.ended or pusher.peer not in state.digests:
-                pusher.grant(payload.nbytes)
+                pusher.grant(rows.nbytes)
                 return False
             digests = state.digests[pusher.peer]
             sequence = len(digests)
-        digest = chunk_digest(room, sequence, page_start, len(pages), payload.data)
+        place = (room, sequence, page_start, len(pages))
+        digest = rows.digest(place)
         digests.append(digest)
-        chunk = Chunk(room, sequence, page_start, len(pages), digest)
-        self._link.send(pusher.peer, chunk, payload.reshape(-1))
+        pusher.outbox.send(Chunk(*place, digest), rows)
         tokens = len(pages) * self._source.page_size
-        self.statistics.count_bytes(payload.nbytes, tokens)
+        self.statistics.count_bytes(rows.nbytes, tokens)
         with self._lock:
-            state.payload_bytes += payload.nbytes
+            state.payload_bytes += rows.nbytes
             state.deadline = max(state.deadline, time.monotonic() + self._timeouts.push)
         return True
 
-    def _send_done(self, pusher: _Pusher, task: _Task) -> None:
+    def _send_done(self, pusher: Pusher, task: Task) -> None:
         assert task.metadata is not None
         with self._lock:
             state = self._rooms.get(task.room)
@@ -417,63 +419,3 @@ class PrefillSender:
             digest=room_digest(task.room, digests, task.metadata),
         )
         self._link.send(pusher.peer, done, np.frombuffer(task.metadata, dtype=np.uint8))
-
-
-class _Pusher:
-    """Sends to one decode rank, within the credit that it grants."""
-
-    def __init__(self, peer: str, layout: LatentLayout, sender: PrefillSender) -> None:
-        self.peer = peer
-        self.layout = layout
-        self.last_heard = time.monotonic()
-        self._sender = sender
-        self._credit = WINDOW_BYTES
-        self._tasks: deque[_Task] = deque()
-        self._condition = threading.Condition()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=f"tpla-push-{peer}", daemon=True)
-        self._thread.start()
-
-    def submit(self, task: _Task) -> None:
-        """Queue a task."""
-        with self._condition:
-            self._tasks.append(task)
-            self._condition.notify_all()
-
-    def grant(self, payload_bytes: int) -> None:
-        """Credit came back."""
-        with self._condition:
-            self._credit += payload_bytes
-            self._condition.notify_all()
-
-    def take_credit(self, payload_bytes: int, timeout: float) -> bool:
-        """Wait for credit; a payload larger than the window goes alone."""
-        needed = min(payload_bytes, WINDOW_BYTES)
-        with self._condition:
-            granted = self._condition.wait_for(
-                lambda: self._stopped or self._credit >= needed, timeout
-            )
-            if not granted or self._stopped:
-                return False
-            self._credit -= payload_bytes
-            return True
-
-    def stop(self) -> None:
-        """End the thread after the chunk at hand."""
-        with self._condition:
-            self._stopped = True
-            self._tasks.clear()
-            self._condition.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._stopped or self._tasks)
-                if self._stopped:
-                    return
-                task = self._tasks.popleft()
-            try:
-                self._sender.send_task(self, task)
-            except Exception as error:
-                logger.exception("KV push of room %d failed", task.room)
-                self._sender.abort(task.room, f"push failed: {error!r}")

@@ -1,0 +1,198 @@
+"""Rows through a process group of each pair: whole, in order, and no peer can take others down.
+
+The group is gloo's, which differs from NCCL's only in what moves the bytes; messages go over ZMQ.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.group_peers import (
+    PATIENCE,
+    Cache,
+    Decode,
+    Prefill,
+    Process,
+    decode_process,
+    prefill_process,
+    seconds_until,
+)
+from tests.unit.transfer_pair import METADATA, Pair, eventually
+from tpla.core.config import FaultPlan
+from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
+from tpla.workers.transfer import group_plane
+from tpla.workers.transfer.pair_group import host_store, join_group, join_store
+
+Closing = Callable[[Any], Any]
+
+CPU, ROOM, CACHE = torch.device("cpu"), 11, Cache()
+SOURCE, TARGET = list(range(CACHE.pages)), list(reversed(range(CACHE.pages)))
+LIMIT = PATIENCE.push + 1.5
+"""Seconds in which a peer that does nothing must be given up."""
+
+
+@pytest.fixture(autouse=True)
+def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_plane, "CHUNK_BYTES", CACHE.chunk_bytes)
+
+
+@pytest.fixture
+def closing() -> Iterator[Closing]:
+    """Takes what is closed at the end of a test, and returns it."""
+    opened: list[Any] = []
+
+    def register(rank: Any) -> Any:
+        opened.append(rank)
+        return rank
+
+    yield register
+    for rank in opened:
+        rank.close()
+
+
+def migrate(prefill: Prefill, decode: Decode, room: int) -> bool:
+    """Whether all pages of a new room arrive."""
+    decode.reserve(room, prefill.endpoint, TARGET)
+    prefill.open(room)
+    prefill.push(room, SOURCE)
+    assert eventually(lambda: room in prefill.events.done and room in decode.events.done)
+    return decode.holds(TARGET, prefill.rows(SOURCE, decode.pool.layout))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("core_dims", [0, 16])
+def test_rows_arrive_bit_for_bit_on_every_rank(
+    closing: Closing, page_size: int, core_dims: int
+) -> None:
+    cache = replace(CACHE, page_size=page_size, core_dims=core_dims)
+    prefill = closing(Prefill(cache))
+    ranks = [closing(Decode(replace(cache, group=group))) for group in (0, 1)]
+    for rank in ranks:
+        rank.reserve(ROOM, prefill.endpoint, TARGET, ranks=2)
+    prefill.open(ROOM)
+    prefill.push(ROOM, SOURCE)
+    assert eventually(lambda: ROOM in prefill.events.done)
+    for rank in ranks:
+        assert rank.events.done == {ROOM: METADATA}
+        assert rank.holds(TARGET, prefill.rows(SOURCE, rank.pool.layout))
+
+
+def test_a_room_that_is_aborted_during_a_chunk_leaves_nothing_and_the_next_one_works(
+    closing: Closing,
+) -> None:
+    fault = FaultPlan(kind="delay", delay_seconds=0.5)
+    prefill, decode = closing(Prefill(CACHE, fault)), closing(Decode(CACHE))
+    decode.reserve(ROOM, prefill.endpoint, TARGET)
+    prefill.open(ROOM)
+    prefill.push(ROOM, SOURCE)
+    decode.receiver.abort(ROOM, "client left")
+    assert eventually(lambda: ROOM in decode.events.failed)
+    assert isinstance(prefill.events.failed[ROOM], TransferAborted)
+    prefill.sender.forget(ROOM)
+    decode.receiver.forget(ROOM)
+    decode.reserve(ROOM + 1, prefill.endpoint, TARGET[:3])
+    prefill.open(ROOM + 1)
+    prefill.push(ROOM + 1, SOURCE[:3])
+    assert eventually(lambda: ROOM + 1 in prefill.events.done)
+    assert decode.holds(TARGET[:3], prefill.rows(SOURCE[:3], CACHE.layout))
+    assert sorted(decode.written()) == sorted(TARGET[:3])
+    assert decode.lost == []
+
+
+def test_one_flipped_bit_in_a_later_chunk_fails_the_room(closing: Closing) -> None:
+    fault = FaultPlan(kind="flip", after=2)
+    prefill, decode = closing(Prefill(CACHE, fault)), closing(Decode(CACHE))
+    decode.reserve(ROOM, prefill.endpoint, TARGET)
+    prefill.open(ROOM)
+    prefill.push(ROOM, SOURCE)
+    assert eventually(lambda: ROOM in decode.events.failed and ROOM in prefill.events.failed)
+    assert isinstance(decode.events.failed[ROOM], ChecksumMismatch)
+    assert "chunk 2" in str(decode.events.failed[ROOM])
+
+
+def test_ends_of_different_data_planes_refuse_each_other(closing: Closing) -> None:
+    pair = closing(Pair("zmq", 1, decode_kind="gloo"))
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, [1])
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    error = pair.ranks[0].events.failed[ROOM]
+    assert isinstance(error, LayoutMismatch)
+    assert "data plane: decode has gloo, prefill has zmq" in str(error)
+    assert "--transfer" in str(error)
+
+
+def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(
+    closing: Closing,
+) -> None:
+    decode = closing(Decode(CACHE))
+    fault = FaultPlan(kind="exit", after=2)
+    dying = closing(Process(prefill_process, CACHE, ROOM, SOURCE, fault))
+    endpoint, _ = dying.pipe.recv()
+    decode.reserve(ROOM, endpoint, TARGET)
+    assert eventually(lambda: not dying.process.is_alive(), 30)
+    assert seconds_until(lambda: ROOM in decode.events.failed, LIMIT) < LIMIT
+    assert decode.lost == [endpoint]
+    decode.receiver.forget(ROOM)
+    assert migrate(closing(Prefill(CACHE)), decode, ROOM + 1)
+    assert decode.receiver.accounting()["peers"] == 1
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_decode_rank_that_stops_or_dies_is_given_up_in_time_and_a_new_one_is_served(
+    closing: Closing, end: str
+) -> None:
+    prefill = closing(Prefill(CACHE))
+    ending = closing(Process(decode_process, CACHE, ROOM, TARGET))
+    assert ending.pipe.recv() == "ready"
+    ending.pipe.send(prefill.endpoint)
+    prefill.open(ROOM)
+    if end == "stop":
+        ending.pipe.send("stop")
+        assert eventually(ending.stands_still)
+    else:
+        ending.process.kill()
+    prefill.push(ROOM, SOURCE)
+    assert seconds_until(lambda: ROOM in prefill.events.failed, LIMIT) < LIMIT
+    assert eventually(lambda: prefill.sender.accounting()["peers"] == 0)
+    assert migrate(prefill, closing(Decode(CACHE)), ROOM + 1)
+
+
+def test_a_pair_whose_group_never_met_greets_anew(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any) -> Any:
+        raise TransferTimeout("nobody came")
+
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    with monkeypatch.context() as patch:
+        patch.setattr(group_plane, "join_group", never)
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        prefill.sender.open(ROOM)
+        assert eventually(lambda: ROOM in decode.events.failed)
+        assert eventually(lambda: prefill.sender.accounting()["peers"] == 0)
+    decode.receiver.forget(ROOM)
+    assert migrate(prefill, decode, ROOM + 1)
+
+
+def test_tensors_of_a_group_arrive_in_the_order_of_the_calls() -> None:
+    store = host_store(5)
+    joined: list[Any] = []
+
+    def join() -> None:
+        joined.append(join_group("gloo", join_store("127.0.0.1", store.port, 5), 1, CPU, 5))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    prefill = join_group("gloo", store, 0, CPU, 5)
+    thread.join()
+    sent = [torch.full((1000 + size,), size, dtype=torch.uint8) for size in range(1, 9)]
+    got = [torch.zeros_like(tensor) for tensor in sent]
+    pending = [joined[0].recv(tensor) for tensor in got] + [prefill.send(each) for each in sent]
+    assert eventually(lambda: all(each.done() for each in pending))
+    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))

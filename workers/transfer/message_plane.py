@@ -1,0 +1,101 @@
+"""Rows that travel with the messages: any host, any device, through host memory."""
+
+from __future__ import annotations
+
+from tpla.core.config import Transfer
+from tpla.core.latent_layout import LatentLayout
+from tpla.core.messages import Chunk, Done
+from tpla.workers.transfer.chunk_rows import HostRows
+from tpla.workers.transfer.protocol import (
+    ChunkRows,
+    InboxHandler,
+    Link,
+    Pages,
+    PageSink,
+    PageSource,
+)
+
+CHUNK_BYTES = 2 << 20
+"""Payload of one message: large enough to amortise its cost, small enough to overlap stages."""
+
+WINDOW_BYTES = 32 << 20
+"""Payload that may be on its way to one decode rank."""
+
+
+class MessageSendingPlane:
+    """Implements :class:`~tpla.workers.transfer.protocol.SendingPlane` on a link."""
+
+    name = Transfer.ZMQ.value
+
+    def __init__(self, link: Link, source: PageSource) -> None:
+        self.source = source
+        self._link = link
+
+    def outbox(self, peer: str, layout: LatentLayout) -> MessageOutbox:
+        """As the protocol's."""
+        return MessageOutbox(self._link, self.source, peer, layout)
+
+
+class MessageOutbox:
+    """Sends a chunk's rows as the payload of its message. The link never blocks, nor does this."""
+
+    port = 0
+
+    def __init__(self, link: Link, source: PageSource, peer: str, layout: LatentLayout) -> None:
+        self.chunk_bytes, self.window_bytes = CHUNK_BYTES, WINDOW_BYTES
+        self._link = link
+        self._source = source
+        self._peer = peer
+        self._layout = layout
+
+    def connect(self) -> None:
+        """The link is connected."""
+
+    def read(self, pages: Pages) -> HostRows:
+        """As the protocol's; the link keeps the rows until they are sent."""
+        return HostRows(self._source.read(pages, self._layout))
+
+    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
+        """As the protocol's."""
+        assert isinstance(rows, HostRows)
+        self._link.send(self._peer, chunk, rows.payload)
+
+    def cancel(self) -> None:
+        """No method waits."""
+
+    def close(self) -> None:
+        """The link closes by itself."""
+
+
+class MessageReceivingPlane:
+    """Implements :class:`~tpla.workers.transfer.protocol.ReceivingPlane`."""
+
+    name = Transfer.ZMQ.value
+
+    def __init__(self, sink: PageSink) -> None:
+        self.sink = sink
+
+    def inbox(self, peer: str, port: int, handler: InboxHandler) -> MessageInbox:
+        """As the protocol's."""
+        return MessageInbox(peer, handler)
+
+
+class MessageInbox:
+    """Hands each message on at once, on the link's thread."""
+
+    def __init__(self, peer: str, handler: InboxHandler) -> None:
+        self._peer = peer
+        self._handler = handler
+
+    def submit(self, message: Chunk | Done, payload: memoryview | None) -> None:
+        """As the protocol's."""
+        if isinstance(message, Chunk):
+            self._handler.on_rows(self._peer, message, HostRows.received(payload))
+        else:
+            self._handler.on_done(self._peer, message, payload or memoryview(b""))
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+    def join(self, timeout: float) -> None:
+        """Nothing runs here."""

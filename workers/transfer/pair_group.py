@@ -1,0 +1,183 @@
+"""A torch process group of two: one prefill rank (0) and one decode rank (1) of one host.
+
+Each connection has a group and a store of its own, so that nothing of a dead peer reaches its
+successor. Every call of a group belongs to one thread; joining and the first operation may block
+there until both ranks are present.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo, TCPStore
+
+from tpla.core.errors import TransferError
+
+PREFILL_RANK, DECODE_RANK = 0, 1
+_LOOPBACK = "127.0.0.1"
+_NCCL_PATIENCE = timedelta(days=1)
+"""Of torch's watchdog, which ends the whole process; our own time-outs come long before."""
+
+
+class Pending(Protocol):
+    """A send or receive under way."""
+
+    def done(self) -> bool:
+        """Whether it is complete.
+
+        Raises:
+            TransferError: it failed, and so will all that follow in this group.
+        """
+
+
+class PairGroup(Protocol):
+    """Contiguous tensors to and from the other rank, each way in the order of the calls."""
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """Begin to send all of ``tensor``, which must not change until it is done."""
+
+    def recv(self, tensor: torch.Tensor) -> Pending:
+        """Begin to fill all of ``tensor``."""
+
+    def abort(self) -> None:
+        """End what is pending; the group is of no use afterwards, the device is."""
+
+
+def host_store(timeout: float) -> TCPStore:
+    """Prefill's: where one decode rank meets it; ``port`` says where it listens."""
+    return TCPStore(
+        _LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False
+    )
+
+
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Decode's; waits up to ``timeout`` seconds for the port to answer.
+
+    Raises:
+        TransferError: it does not.
+    """
+    try:
+        return TCPStore(host, port, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransferError(f"no rendezvous at {host}:{port}: {error}") from error
+
+
+def join_group(
+    backend: str, store: TCPStore, rank: int, device: torch.device, timeout: float
+) -> PairGroup:
+    """Make the group of ``backend``, ``nccl`` for CUDA devices or ``gloo`` for the CPU.
+
+    Raises:
+        TransferError: the other rank did not come within ``timeout`` seconds.
+    """
+    try:
+        if backend == "nccl":
+            return NcclGroup(store, rank, device)
+        return GlooGroup(store, rank, timeout)
+    except RuntimeError as error:
+        raise TransferError(f"no {backend} group with the other rank: {error}") from error
+
+
+class NcclGroup:
+    """Between two GPUs. Operations run on NCCL's own stream and wait for no other stream."""
+
+    def __init__(self, store: TCPStore, rank: int, device: torch.device) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _NCCL_PATIENCE
+        self._other = 1 - rank
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            self._group: Any = ProcessGroupNCCL(store, rank, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """As the protocol's; ``tensor`` must be complete on the device when this is called."""
+        return self._begin(self._group.send, tensor)
+
+    def recv(self, tensor: torch.Tensor) -> Pending:
+        """As the protocol's; nothing may use ``tensor`` any more when this is called."""
+        return self._begin(self._group.recv, tensor)
+
+    def abort(self) -> None:
+        """As the protocol's."""
+        self._group.abort()
+
+    def _begin(self, operation: Any, tensor: torch.Tensor) -> _NcclWork:
+        try:
+            with torch.cuda.stream(self._stream):
+                return _NcclWork(operation([tensor], self._other, 0))
+        except RuntimeError as error:
+            raise TransferError(f"NCCL: {error}") from error
+
+
+class _NcclWork:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        try:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # complete: raises what went wrong, if anything did
+        except RuntimeError as error:
+            raise TransferError(f"NCCL: {error}") from error
+        return True
+
+
+class GlooGroup:
+    """Between two processes without GPUs, for tests.
+
+    Gloo can neither be asked whether an operation is complete nor be told to end it, so a thread
+    waits for each one, ``timeout`` seconds at most.
+    """
+
+    def __init__(self, store: TCPStore, rank: int, timeout: float) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        self._other = 1 - rank
+        self._timeout = timedelta(seconds=timeout)
+        self._group: Any = ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """As the protocol's."""
+        return self._begin(self._group.send, tensor)
+
+    def recv(self, tensor: torch.Tensor) -> Pending:
+        """As the protocol's."""
+        return self._begin(self._group.recv, tensor)
+
+    def abort(self) -> None:
+        """Close the connection as soon as nothing waits any more."""
+        self._group = None
+
+    def _begin(self, operation: Any, tensor: torch.Tensor) -> _GlooWork:
+        try:
+            return _GlooWork(operation([tensor], self._other, 0), self._timeout)
+        except RuntimeError as error:
+            raise TransferError(f"gloo: {error}") from error
+
+
+class _GlooWork:
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._error: RuntimeError | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, args=(work, timeout), daemon=True).start()
+
+    def done(self) -> bool:
+        if not self._ended.is_set():
+            return False
+        if self._error is not None:
+            raise TransferError(f"gloo: {self._error}") from self._error
+        return True
+
+    def _wait(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()
