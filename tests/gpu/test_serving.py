@@ -22,6 +22,7 @@ from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
 from tests.e2e.independent_reference import Reference
 from tests.e2e.prompts import STOP, chat_prompts
 from tests.e2e.servers import Worker, ask, idle
+from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -33,8 +34,10 @@ FLAGS = (
     *("--grammar-backend", "none", "--sampling-backend", "pytorch", "--page-size", "64"),
     *("--max-total-tokens", "16384", "--mem-fraction-static", "0.3", "--cuda-graph-max-bs", "8"),
 )
-# Prefill is SGLang's own; its Triton kernels come with every installation.
-PREFILL_FLAGS = ("--mode", "mla", "--attention-backend", "triton", "--chunked-prefill-size", "256")
+PREFILL_FLAGS = (
+    *("--mode", "mla", "--attention-backend", TORCH_ATTENTION_BACKEND),
+    *("--chunked-prefill-size", "256"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def fleet(
 
 
 def test_tokens_are_the_references_choice(fleet: Started) -> None:
+    wrong = []
     for decode, worker in fleet.decodes.items():
         reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1)
         gaps: list[float] = []
@@ -110,8 +114,9 @@ def test_tokens_are_the_references_choice(fleet: Started) -> None:
             assert len(ids) == TOKENS or ids[-1] == STOP
         other = sum(gap > 0 for gap in gaps)
         print(f"{decode}: {len(gaps)} tokens, {other} not the best, worst gap {max(gaps):.3f}")
-        assert max(gaps) <= TOLERANCE, str(decode)
-        assert other <= len(gaps) // 20, str(decode)
+        if max(gaps) > TOLERANCE or other > len(gaps) // 20:
+            wrong.append(f"{decode}: {other} of {len(gaps)} not the best, worst {max(gaps):.3f}")
+    assert not wrong
 
 
 def test_nothing_is_held_when_idle(fleet: Started) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tpla.workers.sglang_plugin import page_allocation_cpu, targets
-from tpla.workers.sglang_plugin.names import CPU_ATTENTION_BACKEND
+from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 _DEFAULT_MAX_TOTAL_TOKENS = 32_768
 _DEFAULT_MAX_RUNNING_REQUESTS = 32
@@ -17,7 +17,7 @@ def server_defaults(self: Any, *args: Any, **kwargs: Any) -> None:
     """Before ``ServerArgs.__post_init__``: choose what a CPU can run, keep what the user set."""
     self.device = "cpu"
     if self.attention_backend is None:
-        self.attention_backend = CPU_ATTENTION_BACKEND
+        self.attention_backend = TORCH_ATTENTION_BACKEND
     self.disable_overlap_schedule = True  # needs device streams
     self.disable_cuda_graph = True  # on CPU it means torch.compile and sgl_kernel ops
     self.sleep_on_idle = True  # a scheduler that spins takes the cores from the others

@@ -13,7 +13,7 @@ from typing import Any
 from tpla.core.checkpoint import Manifest
 from tpla.core.config import Mode, Role, WorkerConfig, worker_config_from_environment
 from tpla.workers.sglang_plugin import targets
-from tpla.workers.sglang_plugin.names import CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND
+from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND, TORCH_ATTENTION_BACKEND
 
 TRANSFER_BACKEND_NAMES = ("tpla_zmq", "tpla_nccl")
 
@@ -57,7 +57,7 @@ def load_manifest(config: WorkerConfig) -> Manifest | None:
 
 
 def _offer_choices(server_args: Any) -> None:
-    for name in (CPU_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND):
+    for name in (TORCH_ATTENTION_BACKEND, CUDA_ATTENTION_BACKEND):
         if name not in server_args.ATTENTION_BACKEND_CHOICES:
             server_args.add_attention_backend_choices([name])
     for name in TRANSFER_BACKEND_NAMES:
@@ -69,7 +69,7 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     from tpla.workers.sglang_plugin import accounting, transfer_backend
 
     def support_triton(original: Any, backend: str) -> bool:
-        return backend != CPU_ATTENTION_BACKEND and original(backend)
+        return backend != TORCH_ATTENTION_BACKEND and original(backend)
 
     support_triton.__module__ = __name__
     for name in TRANSFER_BACKEND_NAMES:
@@ -124,11 +124,11 @@ def _before_model_runner(config: WorkerConfig, *args: Any, **kwargs: Any) -> Non
     from tpla.workers.sglang_plugin.selfcheck import check_hooked
 
     check_hooked(required_targets(config))
-    if config.device == "cpu":
+    if config.device == "cpu" or config.role is Role.PREFILL:
         from tpla.workers.sglang_plugin.attention_backend import TorchLatentBackend
 
-        _register_backend(CPU_ATTENTION_BACKEND, TorchLatentBackend)
-    elif config.role is Role.DECODE:
+        _register_backend(TORCH_ATTENTION_BACKEND, TorchLatentBackend)
+    else:
         from tpla.workers.sglang_plugin.attention_backend_cuda import LatentDecodeBackend
 
         _register_backend(CUDA_ATTENTION_BACKEND, LatentDecodeBackend)
