@@ -2,8 +2,8 @@
 
 ::
 
-    prefill: pack chunk n+2 into a buffer     while n+1 waits and n is sent from the others
-    decode:  receive chunk n+1 into a buffer  while n is stored and verified from the other
+    prefill: pack a chunk into one buffer     while others wait and one is sent
+    decode:  receive a chunk into one buffer  while another is stored and verified
 
 Messages go over the link as ever: a Chunk announces what is sent next, and decode begins to
 receive when it comes, so that both sides see the chunks in the order of the messages. NCCL tells
@@ -51,8 +51,10 @@ CHUNK_BYTES = 128 << 20
 FIRST_SHARE = 8
 """A request's first chunk is so many times smaller: nothing is sent while it is packed."""
 
-SENDING_BUFFERS, RECEIVING_BUFFERS = 3, 2
-"""Staging buffers of a chunk each, per pair of ranks."""
+SENDING_BUFFERS, RECEIVING_BUFFERS = 5, 4
+"""Staging buffers of a chunk each, per pair of ranks. From a buffer that is free again until the
+other rank has begun to receive from it take messages and launches as long as two chunks or three.
+"""
 
 _POLL_SECONDS = 20e-6
 _GREETING_WORDS = 1
