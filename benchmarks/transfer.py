@@ -108,7 +108,7 @@ class _ReadyRows(PrefillPages):
 class _Discard(DecodePages):
     """A sink that drops what arrives."""
 
-    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
+    def write(self, pages: Pages, rows: Rows) -> None:
         """Nothing is stored."""
 
 

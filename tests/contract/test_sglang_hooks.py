@@ -39,6 +39,7 @@ from tpla.workers.sglang_plugin.selfcheck import check_hooked
 required = required_targets(worker_config_from_environment())
 check_hooked(required)
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+assert TransferBackend("tpla_nccl").value == "tpla_nccl"
 backend = TransferBackend("tpla_zmq")
 names = {kind.name: get_kv_class(backend, kind).__module__ for kind in KVClassType}
 print("RESULT" + json.dumps({"required": [t.path for t in required], "classes": names}))

@@ -6,6 +6,7 @@ The group is gloo's, which differs from NCCL's only in what moves the bytes; mes
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -161,6 +162,21 @@ def test_a_decode_rank_that_stops_or_dies_is_given_up_in_time_and_a_new_one_is_s
     assert seconds_until(lambda: ROOM in prefill.events.failed, LIMIT) < LIMIT
     assert eventually(lambda: prefill.sender.accounting()["peers"] == 0)
     assert migrate(prefill, closing(Decode(CACHE)), ROOM + 1)
+
+
+def test_a_rank_that_answers_but_takes_no_rows_is_given_up_in_time_and_served_anew(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    with monkeypatch.context() as patch:
+        patch.setattr(group_plane.GroupInbox, "_turn", lambda inbox: time.sleep(0.01))
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        prefill.open(ROOM)
+        prefill.push(ROOM, SOURCE)
+        assert seconds_until(lambda: ROOM in prefill.events.failed, LIMIT) < LIMIT
+        assert eventually(lambda: ROOM in decode.events.failed)
+    decode.receiver.forget(ROOM)
+    assert migrate(prefill, decode, ROOM + 1)
 
 
 def test_a_pair_whose_group_never_met_greets_anew(

@@ -72,19 +72,21 @@ class Pool:
     def read(self, pages: Pages, layout: LatentLayout) -> Rows:
         return np.concatenate([expected_rows(int(page), layout) for page in pages], axis=1)
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
         rows_B = torch.from_numpy(self.read(pages, layout)).reshape(-1)
         wire_B.zero_()[: len(rows_B)] = rows_B
-        return self.digest(wire_B)
+        digest = unsigned(row_digest(wire_B.view(torch.int64)))
+        return lambda: digest
 
-    def digest(self, wire_B: torch.Tensor) -> int:
+    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
+        self.write(pages, rows_YTB.numpy())
         return unsigned(row_digest(wire_B.view(torch.int64)))
 
-    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
+    def write(self, pages: Pages, rows: Rows) -> None:
         with self.lock:
             for index, page in enumerate(pages):
                 span = slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
-                self.written[int(page)] = np.asarray(rows)[:, span].copy()
+                self.written[int(page)] = rows[:, span].copy()
 
 
 def expected_rows(page: int, layout: LatentLayout) -> np.ndarray:

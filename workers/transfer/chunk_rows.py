@@ -5,11 +5,13 @@ Shape suffixes: Y layers, T tokens, B bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from tpla.workers.transfer.digest import Place, chunk_digest, staged_digest
-from tpla.workers.transfer.protocol import Rows
+from tpla.workers.transfer.protocol import Pages, PageSink, Rows
 
 WORD_BYTES = 8
 """The device digests whole words, so a buffer on the wire is a multiple of them."""
@@ -23,10 +25,10 @@ def wire_bytes(nbytes: int) -> int:
 
 
 class HostRows:
-    """Rows that travel as a message's payload."""
+    """Rows that travel as a message's payload, on both sides."""
 
     def __init__(self, rows: Rows) -> None:
-        self._flat_B = rows.reshape(-1)
+        self.payload: Rows = rows.reshape(-1)
         self.nbytes: int = rows.nbytes
 
     @classmethod
@@ -34,42 +36,53 @@ class HostRows:
         """Of a message's payload; a message without has no rows."""
         return cls(np.frombuffer(payload if payload is not None else b"", np.uint8))
 
-    @property
-    def payload(self) -> Rows:
-        """Every byte, in order."""
-        return self._flat_B
-
     def digest(self, place: Place) -> int:
-        """64 bits over the place and every byte."""
-        return chunk_digest(place, self._flat_B.data)
-
-    def shaped(self, shape: tuple[int, int, int]) -> Rows:
-        """``[layers, tokens, row_bytes]``; the sizes must agree."""
-        return self._flat_B.reshape(shape)
+        """As the protocol's; xxh3 of every byte."""
+        return chunk_digest(place, self.payload.data)
 
     def damage(self) -> None:
-        """Flip one bit, after the digest was taken (a drill)."""
-        self._flat_B[self.nbytes // 2] ^= _ONE_BIT
+        """As the protocol's."""
+        self.payload[self.nbytes // 2] ^= _ONE_BIT
+
+    def store(
+        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
+    ) -> bool:
+        """As the protocol's; nothing is written unless the digest is right."""
+        if self.digest(place) != digest:
+            return False
+        sink.write(pages, self.payload.reshape(shape))
+        return True
 
 
 class StagedRows:
-    """Rows in a staging buffer, of which ``row_digest`` was made on the device."""
+    """Rows that a prefill rank packs into a staging buffer; ``settle`` waits for their digest."""
 
-    def __init__(self, wire_B: torch.Tensor, nbytes: int, row_digest: int) -> None:
+    def __init__(self, wire_B: torch.Tensor, nbytes: int, settle: Callable[[], int]) -> None:
         self.wire_B = wire_B
         self.nbytes = nbytes
-        self._row_digest = row_digest
+        self._settle = settle
 
     def digest(self, place: Place) -> int:
-        """64 bits over the place and every byte."""
-        return staged_digest(place, self._row_digest)
-
-    def shaped(self, shape: tuple[int, int, int]) -> torch.Tensor:
-        """``[layers, tokens, row_bytes]``; the sizes must agree."""
-        return self.wire_B[: self.nbytes].view(shape)
+        """As the protocol's; made on the device."""
+        return staged_digest(place, self._settle())
 
     def damage(self) -> None:
-        """Flip one bit, after the digest was taken (a drill)."""
+        """As the protocol's."""
         self.wire_B[self.nbytes // 2] ^= _ONE_BIT
         if self.wire_B.is_cuda:
             torch.cuda.current_stream(self.wire_B.device).synchronize()
+
+
+class ReceivedRows:
+    """Rows that a decode rank has received into a staging buffer."""
+
+    def __init__(self, wire_B: torch.Tensor, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._wire_B = wire_B
+
+    def store(
+        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
+    ) -> bool:
+        """As the protocol's; written and verified in one go, since the room owns its pages."""
+        rows_YTB = self._wire_B[: self.nbytes].view(shape)
+        return staged_digest(place, sink.store(pages, rows_YTB, self._wire_B)) == digest

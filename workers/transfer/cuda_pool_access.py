@@ -6,7 +6,7 @@ so what it wrote is complete. What is stored here is complete on return, before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class CudaPrefillPages:
     """SGLang's MLA pool on a GPU."""
 
     def __init__(self, pool: Any) -> None:
+        self._pool = pool  # kernels get addresses, which keep nothing alive
         self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
         self.device: torch.device = pool.kv_buffer[0].device
@@ -41,18 +42,26 @@ class CudaPrefillPages:
         self._stream.synchronize()
         return rows_YTB.numpy()
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
-        """Rows into a buffer of 64-bit words on the device; returns their digest."""
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+        """Begin to write rows into a buffer of 64-bit words; what is returned waits for them."""
         tokens = len(pages) * self.page_size
         nbytes = self.num_layers * tokens * layout.row_bytes
         with torch.cuda.stream(self._stream):
             wire_B[nbytes:] = 0
             staging_YTB = wire_B[:nbytes].view(self.num_layers, tokens, layout.row_bytes)
             self._gather(pages, layout, staging_YTB)
-            return unsigned(row_digest(wire_B.view(torch.int64)))
+            digest = torch.empty((), dtype=torch.int64, pin_memory=True)
+            digest.copy_(row_digest(wire_B.view(torch.int64)), non_blocking=True)
+            packed = self._stream.record_event()
+
+        def settle() -> int:
+            packed.synchronize()
+            return unsigned(digest)
+
+        return settle
 
     def _gather(self, pages: Pages, layout: LatentLayout, staging_YTB: torch.Tensor) -> None:
-        page_N = torch.from_numpy(pages).to(self.device)
+        page_N = _upload(pages, self.device)
         gather_pages(self._pointer_Y, self._dtype, page_N, self.page_size, layout, staging_YTB)
 
 
@@ -60,6 +69,7 @@ class CudaDecodePages:
     """The decode pool on a GPU."""
 
     def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
         self.layout: LatentLayout = pool.layout
@@ -67,18 +77,26 @@ class CudaDecodePages:
         self._stream = torch.cuda.Stream(self.device)
         self._pointer_Y = _pointers(pool.kv_buffer, self._stream)
 
-    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
-        """Store rows of host memory or of this device at ``pages``; complete on return."""
+    def write(self, pages: Pages, rows: Rows) -> None:
+        """Store rows of host memory at ``pages``; complete on return."""
         with torch.cuda.stream(self._stream):
-            page_N = torch.from_numpy(pages).to(self.device)
-            staging_YTB = torch.as_tensor(rows).to(self.device)
-            scatter_pages(staging_YTB, self._pointer_Y, page_N, self.page_size, self.layout)
+            self._scatter(pages, torch.from_numpy(rows).to(self.device))
         self._stream.synchronize()
 
-    def digest(self, wire_B: torch.Tensor) -> int:
-        """Digest of a buffer of 64-bit words."""
+    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
+        """Store rows of a buffer of 64-bit words at ``pages``; the digest waits for both."""
         with torch.cuda.stream(self._stream):
+            self._scatter(pages, rows_YTB)
             return unsigned(row_digest(wire_B.view(torch.int64)))
+
+    def _scatter(self, pages: Pages, rows_YTB: torch.Tensor) -> None:
+        page_N = _upload(pages, self.device)
+        scatter_pages(rows_YTB, self._pointer_Y, page_N, self.page_size, self.layout)
+
+
+def _upload(pages: Pages, device: torch.device) -> torch.Tensor:
+    """Pages on the device; from pageable memory this would wait for all that is under way."""
+    return torch.from_numpy(pages).pin_memory().to(device, non_blocking=True)
 
 
 def _pointers(buffers: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:

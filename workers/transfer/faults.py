@@ -10,7 +10,7 @@ import time
 from tpla.core.config import FaultPlan
 from tpla.core.latent_layout import LatentLayout
 from tpla.core.messages import Chunk
-from tpla.workers.transfer.protocol import ChunkRows, Outbox, Pages, SendingPlane
+from tpla.workers.transfer.protocol import Outbox, OutgoingRows, Pages, SendingPlane
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class FaultyOutbox:
     """Everything but :meth:`send` is the outbox's own."""
 
     def __init__(self, outbox: Outbox, plane: FaultySendingPlane) -> None:
-        self.chunk_bytes, self.window_bytes = outbox.chunk_bytes, outbox.window_bytes
+        self.chunk_bytes, self.first_bytes = outbox.chunk_bytes, outbox.first_bytes
+        self.window_bytes = outbox.window_bytes
         self.port = outbox.port
         self._outbox = outbox
         self._plane = plane
@@ -54,11 +55,11 @@ class FaultyOutbox:
         """As the outbox's."""
         self._outbox.connect()
 
-    def read(self, pages: Pages) -> ChunkRows:
+    def read(self, pages: Pages) -> OutgoingRows:
         """As the outbox's."""
         return self._outbox.read(pages)
 
-    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
+    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
         """As the outbox's, with the fault applied to chunks that the plan names."""
         plan = self._plane.plan
         if self._plane.hits():

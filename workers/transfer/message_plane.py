@@ -7,9 +7,9 @@ from tpla.core.latent_layout import LatentLayout
 from tpla.core.messages import Chunk, Done
 from tpla.workers.transfer.chunk_rows import HostRows
 from tpla.workers.transfer.protocol import (
-    ChunkRows,
     InboxHandler,
     Link,
+    OutgoingRows,
     Pages,
     PageSink,
     PageSource,
@@ -42,7 +42,8 @@ class MessageOutbox:
     port = 0
 
     def __init__(self, link: Link, source: PageSource, peer: str, layout: LatentLayout) -> None:
-        self.chunk_bytes, self.window_bytes = CHUNK_BYTES, WINDOW_BYTES
+        self.chunk_bytes = self.first_bytes = CHUNK_BYTES
+        self.window_bytes = WINDOW_BYTES
         self._link = link
         self._source = source
         self._peer = peer
@@ -55,7 +56,7 @@ class MessageOutbox:
         """As the protocol's; the link keeps the rows until they are sent."""
         return HostRows(self._source.read(pages, self._layout))
 
-    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
+    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
         """As the protocol's."""
         assert isinstance(rows, HostRows)
         self._link.send(self._peer, chunk, rows.payload)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def decode_pages(pool: Any) -> PageSink:
 
 
 def unsigned(digest: torch.Tensor) -> int:
-    """A digest's 64 bits; waits for the device."""
+    """A digest's 64 bits."""
     return int(digest) & _DIGEST_MASK
 
 
@@ -71,13 +72,14 @@ class PrefillPages:
         self._pack(pages, layout, torch.from_numpy(rows))
         return rows
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
-        """The same rows into a buffer of 64-bit words; returns their digest."""
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+        """The same rows into a buffer of 64-bit words, complete on return."""
         shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
         nbytes = int(np.prod(shape))
         wire_B[nbytes:] = 0
         self._pack(pages, layout, wire_B[:nbytes].view(shape))
-        return unsigned(row_digest(wire_B.view(torch.int64)))
+        digest = unsigned(row_digest(wire_B.view(torch.int64)))
+        return lambda: digest
 
     def _pack(self, pages: Pages, layout: LatentLayout, rows_YTB: torch.Tensor) -> None:
         width, core = self._pool.kv_lora_rank, layout.plan.core_dims
@@ -102,13 +104,17 @@ class DecodePages:
         self.layout: LatentLayout = pool.layout
         self.device = torch.device("cpu")
 
-    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
+    def write(self, pages: Pages, rows: Rows) -> None:
         """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``."""
+        self._write(pages, torch.from_numpy(rows))
+
+    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
+        """The same with rows of a buffer of 64-bit words; returns its digest."""
+        self._write(pages, rows_YTB)
+        return unsigned(row_digest(wire_B.view(torch.int64)))
+
+    def _write(self, pages: Pages, rows_YTB: torch.Tensor) -> None:
         index = torch.from_numpy(pages.astype(np.int64))
-        for buffer, rows_TB in zip(self._pool.kv_buffer, torch.as_tensor(rows), strict=True):
+        for buffer, rows_TB in zip(self._pool.kv_buffer, rows_YTB, strict=True):
             source = rows_TB.view(len(pages), -1)
             _as_words(_by_page(buffer, self.page_size)).index_copy_(0, index, _as_words(source))
-
-    def digest(self, wire_B: torch.Tensor) -> int:
-        """Digest of a buffer of 64-bit words."""
-        return unsigned(row_digest(wire_B.view(torch.int64)))

@@ -16,7 +16,7 @@ messages (:mod:`~tpla.workers.transfer.message_plane`) or between two GPUs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,11 +81,17 @@ class PageSource(Protocol):
     def read(self, pages: Pages, layout: LatentLayout) -> Rows:
         """``[layers, pages * page_size, row_bytes]`` rows in a decode rank's layout."""
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> int:
-        """The same rows at the front of a uint8 buffer of the pool's device, zeros behind them.
+    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+        """Begin to write the same rows to the front of a buffer, zeros behind them.
+
+        Args:
+            pages: to read.
+            layout: the decode rank's.
+            wire_B: uint8 on the pool's device, a multiple of eight bytes.
 
         Returns:
-            :func:`tpla.kernels.row_digest.row_digest` of the buffer, complete like its bytes.
+            Waits until the bytes are complete; gives their
+            :func:`~tpla.kernels.row_digest.row_digest`.
         """
 
 
@@ -97,14 +103,15 @@ class PageSink(Protocol):
     layout: LatentLayout
     device: torch.device
 
-    def write(self, pages: Pages, rows: Rows | torch.Tensor) -> None:
-        """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``; then they are there.
+    def write(self, pages: Pages, rows: Rows) -> None:
+        """Store ``[layers, pages * page_size, row_bytes]`` rows, complete on return."""
 
-        ``rows`` lie in host memory or, as a tensor, on the pool's device.
+    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
+        """The same with rows at the front of a buffer of the pool's device.
+
+        Returns:
+            The buffer's digest, as :meth:`PageSource.pack` makes it.
         """
-
-    def digest(self, wire_B: torch.Tensor) -> int:
-        """What :meth:`PageSource.pack` returned for the same bytes."""
 
 
 class LinkHandler(Protocol):
@@ -141,19 +148,27 @@ class Link(Protocol):
         """Stop the thread and close every socket."""
 
 
-class ChunkRows(Protocol):
-    """Rows of one chunk: in host memory or in a staging buffer."""
+class OutgoingRows(Protocol):
+    """Rows of one chunk that are being read."""
 
     nbytes: int
 
     def digest(self, place: Place) -> int:
-        """64 bits over the place and every byte."""
-
-    def shaped(self, shape: tuple[int, int, int]) -> Rows | torch.Tensor:
-        """``[layers, tokens, row_bytes]``; the sizes must agree."""
+        """Wait until they are; 64 bits over the place and every byte."""
 
     def damage(self) -> None:
         """Flip one bit, after the digest was taken (a drill)."""
+
+
+class ArrivedRows(Protocol):
+    """Rows of one chunk that came from a prefill rank."""
+
+    nbytes: int
+
+    def store(
+        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
+    ) -> bool:
+        """Write them to ``pages`` as ``shape``; whether they are those of ``digest``."""
 
 
 class Outbox(Protocol):
@@ -161,11 +176,13 @@ class Outbox(Protocol):
 
     Attributes:
         chunk_bytes: payload of one chunk, at most, unless one page is larger.
+        first_bytes: the same of a request's first chunk.
         window_bytes: payload that may be on its way.
         port: where decode joins, 0 for nowhere.
     """
 
     chunk_bytes: int
+    first_bytes: int
     window_bytes: int
     port: int
 
@@ -176,11 +193,11 @@ class Outbox(Protocol):
             TransferError: it did not in time; like every error of the methods below, final.
         """
 
-    def read(self, pages: Pages) -> ChunkRows:
-        """The pages' rows in the decode rank's layout; valid until the next call but one."""
+    def read(self, pages: Pages) -> OutgoingRows:
+        """Begin to read the pages in the decode rank's layout, one chunk ahead of :meth:`send`."""
 
-    def send(self, chunk: Chunk, rows: ChunkRows) -> None:
-        """Announce and send what :meth:`read` returned last."""
+    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
+        """Announce and send rows whose digest was taken, in the order in which they were read."""
 
     def cancel(self) -> None:
         """End a wait in any method with TransferAborted; from any thread."""
@@ -215,7 +232,7 @@ class Inbox(Protocol):
 class InboxHandler(Protocol):
     """Receives what came; on the thread of the link or of the inbox."""
 
-    def on_rows(self, peer: str, chunk: Chunk, rows: ChunkRows) -> None:
+    def on_rows(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
         """A chunk's rows are here, unverified; valid during the call."""
 
     def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:

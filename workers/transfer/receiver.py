@@ -43,7 +43,7 @@ from tpla.core.messages import (
 )
 from tpla.workers.transfer.digest import room_digest
 from tpla.workers.transfer.protocol import (
-    ChunkRows,
+    ArrivedRows,
     Identity,
     Inbox,
     Link,
@@ -302,37 +302,36 @@ class DecodeReceiver:
 
     # ---- called by inboxes
 
-    def on_rows(self, peer: str, chunk: Chunk, rows: ChunkRows) -> None:
-        """A chunk's rows are here: verify and store them."""
-        place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
-        intact = rows.digest(place) == chunk.digest
+    def on_rows(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
+        """A chunk's rows are here: store and verify them."""
         with self._lock:
             try:
                 state = self._rooms.get(chunk.room)
                 if state is not None and not state.closed and state.reservation is not None:
-                    self._store(state, state.reservation, chunk, rows, intact)
+                    self._store(state, state.reservation, chunk, rows)
             except TransferError as error:
                 self._give_up(chunk.room, error)
             finally:
                 self._link.send(peer, Credit(rows.nbytes))
 
     def _store(
-        self, state: _Room, reservation: Reservation, chunk: Chunk, rows: ChunkRows, intact: bool
+        self, state: _Room, reservation: Reservation, chunk: Chunk, rows: ArrivedRows
     ) -> None:
         stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
         shape = (self._sink.num_layers, tokens, self._sink.layout.row_bytes)
-        expected = (
-            intact
-            and rows.nbytes == math.prod(shape)
+        pages = reservation.pages[chunk.page_start : stop]
+        place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
+        intact = (
+            rows.nbytes == math.prod(shape)
             and chunk.sequence == len(state.digests)
-            and stop <= len(reservation.pages)
+            and len(pages) == chunk.pages
+            and rows.store(self._sink, pages, shape, place, chunk.digest)
         )
-        if not expected:
+        if not intact:
             raise ChecksumMismatch(
                 f"room {chunk.room}, chunk {chunk.sequence}, pages {chunk.page_start}-{stop - 1}: "
                 "the rows that arrived are not those that were sent; the request must be repeated"
             )
-        self._sink.write(reservation.pages[chunk.page_start : stop], rows.shaped(shape))
         state.digests.append(chunk.digest)
         state.pages_received += chunk.pages
         state.deadline = time.monotonic() + self._timeouts.push

@@ -40,7 +40,14 @@ from tpla.core.messages import (
     Welcome,
 )
 from tpla.workers.transfer.digest import room_digest
-from tpla.workers.transfer.protocol import Identity, Link, Pages, RoomEvents, SendingPlane
+from tpla.workers.transfer.protocol import (
+    Identity,
+    Link,
+    OutgoingRows,
+    Pages,
+    RoomEvents,
+    SendingPlane,
+)
 from tpla.workers.transfer.pusher import Pusher, Task
 from tpla.workers.transfer.statistics import TransferStatistics
 
@@ -365,15 +372,24 @@ class PrefillSender:
         """Pack and send a task's pages in chunks; runs on the pusher's thread."""
         page_bytes = self._source.num_layers * self._source.page_size * pusher.layout.row_bytes
         step = max(1, pusher.outbox.chunk_bytes // page_bytes)
-        for first in range(0, len(task.pages), step):
-            pages = task.pages[first : first + step]
-            if not self._send_chunk(pusher, task.room, task.page_start + first, pages):
+        stop = max(1, pusher.outbox.first_bytes // page_bytes)
+        first, ahead = 0, None
+        while first < len(task.pages):
+            pages = task.pages[first:stop]
+            # One chunk is read while the one before it waits to be sent.
+            rows = pusher.outbox.read(pages)
+            if ahead is not None and not self._send_chunk(pusher, *ahead):
                 return
+            ahead = task.room, task.page_start + first, len(pages), rows
+            first, stop = stop, stop + step
+        if ahead is not None and not self._send_chunk(pusher, *ahead):
+            return
         if task.metadata is not None:
             self._send_done(pusher, task)
 
-    def _send_chunk(self, pusher: Pusher, room: int, page_start: int, pages: Pages) -> bool:
-        rows = pusher.outbox.read(pages)
+    def _send_chunk(
+        self, pusher: Pusher, room: int, page_start: int, pages: int, rows: OutgoingRows
+    ) -> bool:
         if not pusher.take_credit(rows.nbytes, self._timeouts.push):
             self._fail(
                 room,
@@ -384,20 +400,16 @@ class PrefillSender:
             )
             return False
         with self._lock:
-            # The engine frees pages only after the room has failed or finished, so a room that is
-            # alive now was alive while its pages were read.
             state = self._rooms.get(room)
             if state is None or state.ended or pusher.peer not in state.digests:
                 pusher.grant(rows.nbytes)
                 return False
             digests = state.digests[pusher.peer]
-            sequence = len(digests)
-        place = (room, sequence, page_start, len(pages))
+        place = (room, len(digests), page_start, pages)
         digest = rows.digest(place)
         digests.append(digest)
         pusher.outbox.send(Chunk(*place, digest), rows)
-        tokens = len(pages) * self._source.page_size
-        self.statistics.count_bytes(rows.nbytes, tokens)
+        self.statistics.count_bytes(rows.nbytes, pages * self._source.page_size)
         with self._lock:
             state.payload_bytes += rows.nbytes
             state.deadline = max(state.deadline, time.monotonic() + self._timeouts.push)
@@ -406,6 +418,8 @@ class PrefillSender:
     def _send_done(self, pusher: Pusher, task: Task) -> None:
         assert task.metadata is not None
         with self._lock:
+            # The engine frees pages only after the room has failed or finished, so a room that is
+            # alive now was alive while its pages were read.
             state = self._rooms.get(task.room)
             if state is None or state.ended:
                 return
