@@ -11,6 +11,7 @@ from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
+from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
 """The embedded model; it comes with a checkout, not with a wheel."""
@@ -91,6 +92,7 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
         extra = (
             *("--disaggregation-bootstrap-port", str(bootstrap_port)),
             *_gpu_flags(options, index * options.prefill_tp),
+            *_prefill_flags(options),
         )
         workers.append(_worker(options, model, Role.PREFILL, index, port, ranks_port, extra))
         router_arguments += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap_port)]
@@ -114,6 +116,17 @@ def _workers_of(role: str, ranks: int, tp_size: int) -> int:
 def _gpu_flags(options: DeploymentOptions, first: int) -> tuple[str, ...]:
     """SGLang's flag for a worker's first GPU, counted among the visible ones."""
     return ("--base-gpu-id", str(first)) if options.gpus else ()
+
+
+def _prefill_flags(options: DeploymentOptions) -> tuple[str, ...]:
+    """On GPUs SGLang's own attention, except for the embedded model.
+
+    Its heads are smaller than those of any DeepSeek, and SGLang's Triton prefill gave other tokens
+    for some of its prompts; what it is served for are answers that can be checked.
+    """
+    if options.gpus and options.model == REFERENCE_MODEL:
+        return ("--attention-backend", TORCH_ATTENTION_BACKEND)
+    return ()
 
 
 def _worker(

@@ -14,7 +14,7 @@ from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ShardPlan
 from tpla.workers import ports
-from tpla.workers.deployment import DeploymentOptions, plan_deployment
+from tpla.workers.deployment import REFERENCE_MODEL, DeploymentOptions, plan_deployment
 from tpla.workers.devices import gpu_count
 from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
 from tpla.workers.ports import free_ports
@@ -130,6 +130,17 @@ def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:
         for worker in plan.workers
     }
     assert first == {"prefill-0": "0", "prefill-1": "1", "decode-0": "2", "decode-1": "4"}
+
+
+def test_the_embedded_model_is_prefilled_exactly_on_gpus(tmp_path: Path) -> None:
+    own = plan_deployment(deployment(tmp_path, gpus=8)).workers[0]
+    embedded = plan_deployment(deployment(tmp_path, gpus=8, model=REFERENCE_MODEL)).workers
+    assert "--attention-backend" not in own.command
+    assert [
+        worker.command[worker.command.index("--attention-backend") + 1]
+        for worker in embedded
+        if "--attention-backend" in worker.command
+    ] == ["tpla_torch", "tpla_torch"]
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
