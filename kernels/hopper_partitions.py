@@ -279,8 +279,7 @@ def _as_operand(weight, OPERAND: gl.constexpr, FP8_VALUES: gl.constexpr):
 
 @gluon.jit
 def _merge(
-    consumer: gl.constexpr, acc, total, lse, buffers, phase, ROWS: gl.constexpr,
-    HALF: gl.constexpr,
+    consumer: gl.constexpr, acc, total, lse, buffers, phase, HALF: gl.constexpr
 ):  # fmt: skip
     """Join two consumers' results over the same rows: each ends with half of the columns."""
     lse_buf, half_buf, met = buffers
@@ -289,7 +288,7 @@ def _merge(
     gl.thread_barrier()
     mbarrier.arrive(met.index(0), count=1)
     mbarrier.wait(met.index(0), phase)
-    other = lse_buf.index(1 - consumer).load(ROWS)
+    other = lse_buf.index(1 - consumer).load(gl.SliceLayout(1, _LOGITS))
     top = gl.maximum(gl.maximum(lse, other), -1e30)
     own = gl.exp2(lse - top)
     both = own + gl.exp2(other - top)
@@ -339,6 +338,32 @@ def _write(
 
 
 @gluon.jit
+def _finish(
+    consumer: gl.constexpr, acc, ref, total_4, merge_bufs, phase, row, m0, part, first,
+    stop, tiles, results, shape, SHARE: gl.constexpr, LN2: gl.constexpr,
+):  # fmt: skip
+    """Normalise what a consumer accumulated over a request, join it with the other's, write it."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
+    total = gl.convert_layout(gl.sum(total_4, 1), gl.SliceLayout(1, _LOGITS))
+    lse = gl.where(total > 0.0, ref + gl.log2(total), -float("inf"))
+    slot = 2 * part + gl.where(first == 0, 1, 0)
+    whole = (first == 0) & (stop == tiles)
+    if SHARE == "tiles":
+        out, lse = _merge(consumer, acc, total, lse, merge_bufs, phase, half)
+        _write(out, lse, consumer * (WIDTH // 2), row, m0, slot, whole, results, shape,
+               consumer == 0, WIDTH, LN2)  # fmt: skip
+    else:
+        share = gl.where(total > 0.0, 1.0 / total, 0.0)
+        out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
+        if SHARE == "columns":
+            _write(out, lse, consumer * WIDTH, row, m0, slot, whole, results, shape,
+                   consumer == 0, 2 * WIDTH, LN2)  # fmt: skip
+        else:
+            _write(out, lse, 0, row, m0, slot, whole, results, shape, True, WIDTH, LN2)
+
+
+@gluon.jit
 def consume(
     consumer: gl.constexpr, buffers, q_scale_ptr, schedule, results, shape,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, FP8_VALUES: gl.constexpr,
@@ -359,7 +384,6 @@ def consume(
     log2_range: gl.constexpr = LOG2_FP8_RANGE if FP8_VALUES else LOG2_FP16_RANGE
     value_k: gl.constexpr = 32 if FP8_VALUES else 16
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, value_k])
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, value_k])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 4 if FP8_VALUES else 2)
     own_block: gl.constexpr = consumer if SHARE == "rows" else 0
     q_s = q_buf.index(own_block)
@@ -431,17 +455,5 @@ def consume(
         mbarrier.arrive(q_empty, count=1)
         number += stop - first
 
-        total = gl.convert_layout(gl.sum(total_4, 1), gl.SliceLayout(1, _LOGITS))
-        lse = gl.where(total > 0.0, ref + gl.log2(total), -float("inf"))
-        slot = 2 * part + gl.where(first == 0, 1, 0)
-        whole = (first == 0) & (stop == tiles)
-        if SHARE == "tiles":
-            out, lse = _merge(consumer, acc, total, lse, merge_bufs, (request - begin) & 1,
-                              gl.SliceLayout(1, _LOGITS), half_layout)  # fmt: skip
-            _write(out, lse, consumer * (WIDTH // 2), row, m0, slot, whole, results, shape,
-                   consumer == 0, WIDTH, LN2)  # fmt: skip
-        else:
-            share = gl.where(total > 0.0, 1.0 / total, 0.0)
-            out = acc * gl.convert_layout(share, gl.SliceLayout(1, out_layout))[:, None]
-            _write(out, lse, consumer * WIDTH if HALVES == 2 else 0, row, m0, slot, whole, results,
-                   shape, (consumer == 0) | (HALVES == 1), WIDTH * HALVES, LN2)  # fmt: skip
+        _finish(consumer, acc, ref, total_4, merge_bufs, (request - begin) & 1, row, m0, part,
+                first, stop, tiles, results, shape, SHARE, LN2)  # fmt: skip
