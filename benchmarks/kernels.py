@@ -72,19 +72,23 @@ def roofline_us(case: KernelCase, ceilings: Ceilings) -> float:
 
 
 def sweep(case: KernelCase) -> list[DecodeTiling]:
-    """The default tiling and others worth trying on the case."""
+    """The default tiling and others worth trying on the case.
+
+    The Hopper kernel chooses warps and stages itself, so these vary for the Triton kernel only.
+    """
     base = case.tiling
+    if case.batch < 8:
+        return [replace(base, min_tiles=least) for least in (2, 3, 4, 6, 10)]
     wide = case.layout.latent_width > 256
     shapes = [(64, 8, 1)] if wide else [(64, 4, 1), (64, 4, 2)]
+    found = [base]
     if case.heads > 64 and not wide:
         shapes.append((128, 8, 1))
-    found = [base]
+        found.append(replace(base, block_rows=64))
     for block_rows, num_warps, per_sm in shapes:
         for stages in (2, 3, 4):
-            tiling = replace(base, block_rows=block_rows, num_warps=num_warps)
+            tiling = replace(base, hopper=False, block_rows=block_rows, num_warps=num_warps)
             found.append(replace(tiling, num_stages=stages, programs_per_sm=per_sm))
-    if case.batch < 8:
-        found = [replace(base, min_tiles=least) for least in (2, 3, 4, 6, 10)]
     return list(dict.fromkeys(found))
 
 

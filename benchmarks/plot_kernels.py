@@ -47,7 +47,7 @@ def draw_roofline(axes: Axes, header: dict[str, Any], rows: list[dict[str, Any]]
 
 
 def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Microseconds of the case with most cached tokens, beside its peers."""
+    """Microseconds of the case with most cached tokens, beside the peers that were measured."""
     most = max(row["batch"] * row["context"] for row in rows)
     chosen = [
         row
@@ -56,7 +56,8 @@ def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
     ]
     place = np.arange(len(chosen))
     axes.bar(place - 0.27, [row["us"] for row in chosen], 0.26, label="this kernel")
-    for offset, name in enumerate(_PEERS):
+    measured = [name for name in _PEERS if any(name in row["peers"] for row in chosen)]
+    for offset, name in enumerate(measured):
         times = [row["peers"].get(name, {}).get("us", np.nan) for row in chosen]
         axes.bar(place + 0.27 * offset, times, 0.26, label=name)
     labels = [

@@ -22,8 +22,8 @@ class DecodeTiling:
     Attributes:
         block_rows: query rows of a program, 16 or more, a power of two.
         block_tokens: tokens of a tile, a power of two.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
+        num_warps: warps of a program; the Hopper kernel has its own.
+        num_stages: tiles in flight; the Hopper kernel takes what shared memory holds.
         programs_per_sm: programs that share a multiprocessor.
         min_tiles: least tiles of a part, per-request overhead included.
         tma: read whole pages through the tensor memory accelerator where the layout allows.
@@ -44,12 +44,12 @@ class DecodeTiling:
 
 def default_tiling(layout: LatentLayout, rows: int) -> DecodeTiling:
     """Tiling for ``rows`` query rows (query length times heads) over rows of ``layout``."""
+    if layout.has_scale and (rows <= 64 or layout.latent_width > 256):
+        return DecodeTiling(block_rows=64, num_warps=8, hopper=True)
     if layout.latent_width > 256:
-        return DecodeTiling(block_rows=64, num_warps=8, num_stages=3 if layout.has_scale else 2)
+        return DecodeTiling(block_rows=64, num_warps=8, num_stages=2)
     if rows > 64:
         return DecodeTiling(block_rows=128, num_warps=8, hopper=True)
-    if layout.has_scale:
-        return DecodeTiling(block_rows=64, num_stages=2, programs_per_sm=2, hopper=True)
     return DecodeTiling(block_rows=64, num_stages=4)
 
 

@@ -6,6 +6,8 @@ D RoPE dims, N block-table entries, S token slots, K cached tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tpla.core.latent_layout import LatentLayout
@@ -103,7 +105,8 @@ def blockwise_decode(
     Args:
         q_latent_QHL: float8_e4m3fn queries, with ``q_rope_QHD`` divided by ``q_scale_QH``.
         rows_KB: the request's rows in order.
-        weight_dtype: what P' is rounded to, after multiplication by ``weight_range``.
+        weight_dtype: what P' is rounded to.
+        weight_range: the largest P' that a block may reach.
 
     Returns:
         out ``[Q, H, L]``, float64.
@@ -119,24 +122,20 @@ def blockwise_decode(
     out_QHL = logits_QHK.new_zeros(queries, heads, width)
     total_QH = logits_QHK.new_zeros(queries, heads)
     top_QH = torch.full_like(total_QH, -1e30)
-    ref_QH, sigma, sigma_top = top_QH.clone(), 1e-30, 1e-30
+    ref_QH = top_QH.clone()
     for start in range(0, len(rows_KB), block_tokens):
         block = slice(start, start + block_tokens)
-        block_top = logits_QHK[..., block].amax(-1)
-        top_QH = torch.maximum(top_QH, block_top)
-        new_ref = torch.maximum(block_top, top_QH - 40.0)
-        sigma_top = max(sigma_top, float(scale_K[block].max()))
-        new_sigma = max(float(scale_K[block].max()), sigma_top * 2.0**-32)
-        p_QHK = torch.exp2(logits_QHK[..., block] - new_ref[..., None])
-        decay_QH = torch.exp2(ref_QH - new_ref)
+        sigma = max(float(scale_K[block].max()), 2.0**-50)
+        block_QH = logits_QHK[..., block].amax(-1) + math.log2(sigma / weight_range)
+        top_QH = torch.maximum(top_QH, block_QH)
+        new_ref_QH = torch.maximum(block_QH, top_QH - 40.0)
+        decay_QH = torch.exp2(ref_QH - new_ref_QH)
+        p_QHK = torch.exp2(logits_QHK[..., block] - new_ref_QH[..., None])
+        weight_QHK = (p_QHK * scale_K[block]).float().to(weight_dtype).double()
         total_QH = total_QH * decay_QH + p_QHK.sum(-1)
-        weight_QHK = (p_QHK * scale_K[block] * (weight_range / new_sigma)).float()
-        weight_QHK = weight_QHK.to(weight_dtype).double()
-        out_QHL *= (decay_QH * (sigma / new_sigma))[..., None]
-        out_QHL += weight_QHK @ values_KL[block]
-        ref_QH, sigma = new_ref, new_sigma
-    share_QH = torch.where(total_QH > 0, sigma / (weight_range * total_QH), 0.0)
-    return out_QHL * share_QH[..., None]
+        out_QHL = out_QHL * decay_QH[..., None] + weight_QHK @ values_KL[block]
+        ref_QH = new_ref_QH
+    return out_QHL / torch.where(total_QH > 0, total_QH, 1.0)[..., None]
 
 
 def _stored_values(
