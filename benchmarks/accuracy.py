@@ -27,8 +27,8 @@ from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
-from tpla.workers.deployment import REFERENCE_MODEL
 
 PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
 _COLUMNS = ("groups", "core_dims", "alignment", "row_bytes", "row_share", "kl", "ppl", "top1")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import make_checkpoint, write_text
-from tpla.convert import cli, pipeline
+from tpla.convert import cli, eval_cli, pipeline
 from tpla.core.checkpoint import Manifest
 
 FIELDS = [
@@ -182,5 +182,5 @@ def test_options_stay_as_documented(
 def _run(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", [f"tpla {command}", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
-        {"convert": cli.convert, "eval": cli.evaluate}[command]()
+        {"convert": cli.convert, "eval": eval_cli.evaluate}[command]()
     return int(stop.value.code or 0)
