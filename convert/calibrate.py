@@ -92,19 +92,37 @@ def calibrate_on_text(
     hidden = model.embed(sequences)
     for index in range(model.layers):
         layer: Any = model.layer(index)
-        covariance_RR = latent_covariance(layer, hidden)
-        rank = recipe.plan.kv_lora_rank
-        rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
-        rotated = read_projections(model.checkpoint, index).rotate(rotation_RR)
-        for name, tensor in rotated.named().items():
-            layer.self_attn.get_parameter(name).copy_(tensor)
-        scales_HG = _measured_scales(model, layer, hidden, recipe)
-        values_GHWV = _aligned_values(model, layer, hidden, recipe, scales_HG)
-        _advance(model, layer, hidden)
-        energies = spectrum(covariance_RR, rotation_RR)
+        rotated, energies = rotate_layer(model, layer, index, hidden, recipe)
+        scales_HG, values_GHWV = fit_decode(model, layer, hidden, recipe)
+        advance(model, layer, hidden)
         yield LayerResult(index, rotated, energies, scales_HG.tolist(), values_GHWV)
         # Freed before the next layer is read: a reference kept here would double the peak.
         del layer, rotated, values_GHWV
+
+
+def rotate_layer(
+    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> tuple[LatentProjections, list[float]]:
+    """Turn a layer's latent into the recipe's basis, in place; the plan does not matter.
+
+    Returns:
+        Its latent projections in the new basis, and the share of energy along each dim.
+    """
+    covariance_RR = latent_covariance(layer, hidden)
+    rank = recipe.plan.kv_lora_rank
+    rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
+    rotated = read_projections(model.checkpoint, index).rotate(rotation_RR)
+    for name, tensor in rotated.named().items():
+        layer.self_attn.get_parameter(name).copy_(tensor)
+    return rotated, spectrum(covariance_RR, rotation_RR)
+
+
+def fit_decode(
+    model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logit scales ``[H, G]`` and value projections ``[G, H, W, V]`` of a rotated layer."""
+    scales_HG = _measured_scales(model, layer, hidden, recipe)
+    return scales_HG, _aligned_values(model, layer, hidden, recipe, scales_HG)
 
 
 @torch.no_grad()
@@ -157,7 +175,7 @@ def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tenso
     return total / tokens
 
 
-def _advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
+def advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
     """Replace each hidden state by the layer's output."""
     for position, hidden_TE in enumerate(hidden):
         hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))

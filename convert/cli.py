@@ -1,21 +1,34 @@
-"""``tpla convert``."""
+"""``tpla convert`` and ``tpla plan``."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tpla.convert.alignment import Alignment
-from tpla.convert.cli_parts import PER_DOCUMENT, FloatType, check_device, progress_bar, run_app
+from tpla.convert.cli_parts import (
+    PER_DOCUMENT,
+    FloatType,
+    check_device,
+    progress_bar,
+    run_app,
+    write_json,
+)
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.plan_tables import print_candidates, print_choice
+from tpla.convert.planning import WIDTH_MULTIPLE, Budget, choose, survey
 from tpla.convert.rotation import Method
+from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import KVFormat
 
 _convert_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def convert() -> None:
@@ -28,36 +41,77 @@ def convert() -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
+def plan() -> None:
+    """Run ``tpla plan``; errors of the user end it with one line and status 2."""
+    run_app(_plan_app)
+
+
+_Source = Annotated[Path, typer.Argument(help="HuggingFace checkpoint (DeepSeek-V2 or -V3 style)")]
+_Groups = Annotated[int, typer.Option(help="latent groups of decode")]
+_Basis = Annotated[Method, typer.Option("--method", help="basis of the latent")]
+_Calibration = Annotated[
+    Path | None,
+    typer.Option(help='text file, or .jsonl with "text" or "messages"; pca and fit need one'),
+]
+_Scale = Annotated[
+    LogitScale,
+    typer.Option("--logit-scale", help="factor of a slice's logits, per head and group"),
+]
+_MaxTokens = Annotated[
+    int, typer.Option(help="calibration tokens at most; their hidden states stay in memory")
+]
+_Context = Annotated[
+    int | None, typer.Option(help="tokens of a sequence (default: 2048 or the model's limit)")
+]
+_PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)]
+_Align = Annotated[
+    Alignment | None,
+    typer.Option(
+        help="decode weights to fit; the prefill checkpoint stays exact. Default: values, where "
+        "there is calibration text"
+    ),
+]
+_Seed = Annotated[int, typer.Option(help="of the random basis of hadamard")]
+_Device = Annotated[str, typer.Option(help="where calibration computes")]
+_ComputeDtype = Annotated[FloatType, typer.Option(help="dtype in which calibration computes")]
+_BytesPerToken = Annotated[
+    int | None, typer.Option(help="choose the largest core whose row, a token and layer, fits")
+]
+_MaxKl = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl",
+        help="choose the smallest core whose KL to the exact model, on every fourth sequence of "
+        "the calibration text, is no larger",
+    ),
+]
+_KVFormat = Annotated[
+    KVFormat, typer.Option("--kv-format", help="format of the rows that a budget is for")
+]
+_WidthMultiple = Annotated[
+    int, typer.Option(help="a budget chooses among widths that are multiples of it")
+]
+
+
 @_convert_app.command()
 def _convert(
-    src: Annotated[Path, typer.Argument(help="HuggingFace checkpoint (DeepSeek-V2 or -V3 style)")],
+    src: _Source,
     dst: Annotated[Path, typer.Argument(help="folder to write; must not exist or be empty")],
-    groups: Annotated[int, typer.Option(help="latent groups of decode")] = 2,
-    method: Annotated[Method, typer.Option(help="basis of the latent")] = Method.PCA,
+    groups: _Groups = 2,
+    method: _Basis = Method.PCA,
     core_dims: Annotated[
-        int, typer.Option(help="leading dims of the basis that every group keeps")
-    ] = 0,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help='text file, or .jsonl with "text" or "messages"; pca and fit need one'),
+        int | None, typer.Option(help="leading dims of the basis that every group keeps [0]")
     ] = None,
-    logit_scale: Annotated[
-        LogitScale, typer.Option(help="factor of a slice's logits, per head and group")
-    ] = LogitScale.FIT,
-    max_tokens: Annotated[
-        int, typer.Option(help="calibration tokens at most; their hidden states stay in memory")
-    ] = 65536,
-    context: Annotated[
-        int | None, typer.Option(help="tokens of a sequence (default: 2048 or the model's limit)")
-    ] = None,
-    per_document: Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)] = False,
-    align: Annotated[
-        Alignment | None,
-        typer.Option(
-            help="decode weights to fit; the prefill checkpoint stays exact. Default: values, "
-            "where there is calibration text"
-        ),
-    ] = None,
+    bytes_per_token: _BytesPerToken = None,
+    max_kl: _MaxKl = None,
+    kv_format: _KVFormat = KVFormat.FP8,
+    width_multiple: _WidthMultiple = WIDTH_MULTIPLE,
+    calibration: _Calibration = None,
+    logit_scale: _Scale = LogitScale.FIT,
+    max_tokens: _MaxTokens = 65536,
+    context: _Context = None,
+    per_document: _PerDocument = False,
+    align: _Align = None,
     dtype: Annotated[
         FloatType | None,
         typer.Option(
@@ -65,11 +119,9 @@ def _convert(
             "the model's logits to 1e-4, bfloat16 rounds the rotated weights"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the random basis of hadamard")] = 0,
-    device: Annotated[str, typer.Option(help="where calibration computes")] = "cpu",
-    compute_dtype: Annotated[
-        FloatType, typer.Option(help="dtype in which calibration computes")
-    ] = FloatType.FLOAT32,
+    seed: _Seed = 0,
+    device: _Device = "cpu",
+    compute_dtype: _ComputeDtype = FloatType.FLOAT32,
 ) -> None:
     """Rotate a checkpoint's latent, calibrate its division, write it with a tpla.json.
 
@@ -77,7 +129,7 @@ def _convert(
     """
     options = ConversionOptions(
         groups=groups,
-        core_dims=core_dims,
+        core_dims=core_dims or 0,
         method=method,
         logit_scale=logit_scale,
         calibration=calibration,
@@ -90,7 +142,15 @@ def _convert(
         compute_dtype=compute_dtype.torch,
         alignment=align,
     )
+    budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
+    if budget.limited and core_dims is not None:
+        raise ConfigError(
+            f"--core-dims {core_dims} and a budget contradict each other; leave one of them out"
+        )
     with progress_bar() as progress:
+        if budget.limited:
+            chosen = choose(survey(src, options, budget, progress), budget)
+            options = replace(options, core_dims=chosen.plan.core_dims)
         manifest = convert_checkpoint(src, dst, options, progress)
     plan = manifest.plan
     print(
@@ -98,3 +158,51 @@ def _convert(
         f"{plan.slice_width} dims, {plan.core_dims} core dims, alignment {manifest.alignment}, "
         f"fingerprint {manifest.fingerprint[:16]}"
     )
+
+
+@_plan_app.command()
+def _plan(
+    src: _Source,
+    groups: _Groups = 2,
+    bytes_per_token: _BytesPerToken = None,
+    max_kl: _MaxKl = None,
+    kv_format: _KVFormat = KVFormat.FP8,
+    width_multiple: _WidthMultiple = WIDTH_MULTIPLE,
+    method: _Basis = Method.PCA,
+    calibration: _Calibration = None,
+    logit_scale: _Scale = LogitScale.FIT,
+    max_tokens: _MaxTokens = 65536,
+    context: _Context = None,
+    per_document: _PerDocument = False,
+    align: _Align = None,
+    seed: _Seed = 0,
+    device: _Device = "cpu",
+    compute_dtype: _ComputeDtype = FloatType.FLOAT32,
+    out: Annotated[Path | None, typer.Option("--json", help="write the candidates here")] = None,
+) -> None:
+    """What every shared core costs in bytes and, with calibration text, in accuracy.
+
+    With a limit, names the plan that tpla convert would choose. Converts nothing.
+    """
+    options = ConversionOptions(
+        groups=groups,
+        method=method,
+        logit_scale=logit_scale,
+        calibration=calibration,
+        max_tokens=max_tokens,
+        context=context,
+        per_document=per_document,
+        seed=seed,
+        device=check_device(device),
+        compute_dtype=compute_dtype.torch,
+        alignment=align,
+    )
+    budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
+    with progress_bar() as progress:
+        candidates = survey(src, options, budget, progress, calibration is not None)
+    print_candidates(candidates)
+    if out is not None:
+        write_json(out, [asdict(candidate) for candidate in candidates])
+    if budget.limited:
+        chosen = choose(candidates, budget)
+        print_choice(candidates, chosen)

@@ -160,11 +160,7 @@ def evaluate_specs(
                 "lower --prefill or --score-from, or give more text"
             )
     exact, others = _hidden_states(subject, sequences, specs, progress)
-    scores = [_Score() for _ in specs]
-    head = subject.model.head()
-    for number, ids_T in enumerate(sequences):
-        states = [exact[number] if other is None else other[number] for other in others]
-        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+    scores = score_states(subject.model, sequences, specs, exact, others)
     return [
         _row(subject.method, spec, score, context)
         for spec, score in zip(specs, scores, strict=True)
@@ -184,7 +180,16 @@ def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     ]
 
 
-class _Score:
+class Score:
+    """Sums over the scored positions of one way to decode.
+
+    Attributes:
+        tokens: positions.
+        nll: of the tokens that followed, nats.
+        kl: KL(exact || this), nats.
+        agreed: positions where the most likely token is the exact model's.
+    """
+
     def __init__(self) -> None:
         self.tokens = 0
         self.nll = self.kl = self.agreed = 0.0
@@ -197,6 +202,25 @@ class _Score:
         self.nll -= float(approximate_TV.gather(1, targets_T[:, None]).double().sum())
         self.kl += float((exact_TV.exp() * (exact_TV - approximate_TV)).sum(dtype=torch.float64))
         self.agreed += float((exact_TV.argmax(1) == approximate_TV.argmax(1)).sum())
+
+
+def score_states(
+    model: LayeredModel,
+    sequences: Sequence[torch.Tensor],
+    specs: Sequence[DecodeSpec],
+    exact: Sequence[torch.Tensor],
+    others: Sequence[Sequence[torch.Tensor] | None],
+) -> list[Score]:
+    """Score last hidden states ``[T, E]`` of each sequence: the exact model's and each spec's.
+
+    None among ``others`` stands for the exact model's own.
+    """
+    scores = [Score() for _ in specs]
+    head = model.head()
+    for number, ids_T in enumerate(sequences):
+        states = [exact[number] if other is None else other[number] for other in others]
+        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+    return scores
 
 
 def _hidden_states(
@@ -212,18 +236,18 @@ def _hidden_states(
     for index in range(model.layers):
         progress("layers", index, model.layers)
         layer: Any = model.layer(index)
-        _advance(model, layer, exact)
+        advance_scored(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
                 install(layer, spec, subject.scales(index), subject.values(index))
-                _advance(model, layer, hidden, spec.first_scored)
+                advance_scored(model, layer, hidden, spec.first_scored)
                 uninstall(layer)
         del layer
     progress("layers", model.layers, model.layers)
     return exact, others
 
 
-def _advance(
+def advance_scored(
     model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], first_scored: int = 0
 ) -> None:
     """Replace hidden states by the layer's output, in sequences where a position is scored."""
@@ -238,7 +262,7 @@ def _score_sequence(
     exact_TE: torch.Tensor,
     specs: Sequence[DecodeSpec],
     states: Sequence[torch.Tensor],
-    scores: Sequence[_Score],
+    scores: Sequence[Score],
 ) -> None:
     last = ids_T.shape[0] - 1
     targets_T = ids_T[1:].to(exact_TE.device)
@@ -255,7 +279,7 @@ def _score_sequence(
             score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
 
 
-def _row(method: str, spec: DecodeSpec, score: _Score, context: int) -> EvalRow:
+def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
         groups=spec.plan.groups,

@@ -108,7 +108,7 @@ def convert_checkpoint(
         ConfigError: options that contradict each other, the text or the model.
     """
     checkpoint = Checkpoint(source)
-    recipe = _recipe(checkpoint, options)
+    recipe = make_recipe(checkpoint, options)
     if destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{destination} lies in {source}; choose a folder outside of it")
     with _staging(destination) as staging:
@@ -159,13 +159,29 @@ def sequence_context(config: dict[str, Any], context: int | None) -> int:
     return context
 
 
-def _recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
+def latent_rank(checkpoint: Checkpoint) -> int:
+    """Dims of the model's latent.
+
+    Raises:
+        CheckpointError: not a model with latent attention.
+    """
     rank = checkpoint.config.get("kv_lora_rank")
     if not isinstance(rank, int):
         raise CheckpointError(
             f"{checkpoint.directory}/{CONFIG_NAME} has no kv_lora_rank: not a model with latent "
             "attention; give a DeepSeek-V2 or -V3 style checkpoint"
         )
+    return rank
+
+
+def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
+    """What to find for every layer.
+
+    Raises:
+        CheckpointError: not a model with latent attention.
+        ConfigError: options that contradict each other or the model.
+    """
+    rank = latent_rank(checkpoint)
     quantized = checkpoint.block_fp8 is not None  # raises for formats that we do not know
     if options.dtype is not None and quantized:
         raise ConfigError(
@@ -208,23 +224,34 @@ def _results(
         return calibrate_without_text(checkpoint, model.layers, heads, recipe), {
             "seed": recipe.seed
         }
-    context = sequence_context(checkpoint.config, options.context)
-    tokenizer = load_tokenizer(checkpoint.directory)
-    if options.max_tokens < 2:
-        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
-    sequences = read_sequences(
-        options.calibration, tokenizer, context, options.max_tokens, options.per_document
-    )
+    sequences = calibration_sequences(checkpoint, options)
     facts = {
         "path": options.calibration.name,
         "tokens": sum(part.shape[0] for part in sequences),
-        "context": context,
+        "context": sequence_context(checkpoint.config, options.context),
         "per_document": options.per_document,
         "queries_per_sequence": QUERIES_PER_SEQUENCE,
         "seed": recipe.seed,
         "compute_dtype": str(options.compute_dtype).removeprefix("torch."),
     }
     return calibrate_on_text(model, sequences, recipe), facts
+
+
+def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) -> list[torch.Tensor]:
+    """Token ids ``[T]`` of each sequence of the calibration text.
+
+    Raises:
+        ConfigError: no text, or one that cannot be used.
+    """
+    if options.calibration is None:
+        raise ConfigError("calibration=None, but this needs text; give --calibration PATH")
+    if options.max_tokens < 2:
+        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
+    context = sequence_context(checkpoint.config, options.context)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    return read_sequences(
+        options.calibration, tokenizer, context, options.max_tokens, options.per_document
+    )
 
 
 @contextmanager

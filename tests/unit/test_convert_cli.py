@@ -174,7 +174,8 @@ def test_options_stay_as_documented(
     for option in (
         *("--groups", "--method", "--core-dims", "--calibration", "--logit-scale"),
         *("--max-tokens", "--context", "--per-document", "--dtype", "--seed"),
-        *("--device", "--compute-dtype"),
+        *("--device", "--compute-dtype", "--bytes-per-token", "--max-kl", "--kv-format"),
+        "--width-multiple",
     ):
         assert option in text
 
