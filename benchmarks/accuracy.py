@@ -50,7 +50,6 @@ def measure(
     whole = LatentLayout(ShardPlan(manifest.plan.kv_lora_rank), 0, rope, KVFormat.FP8)
     return {
         **asdict(row),
-        "alignment": manifest.alignment,
         "row_bytes": sliced.row_bytes,
         "row_share": sliced.row_bytes / whole.row_bytes,
     }

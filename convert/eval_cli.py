@@ -174,7 +174,7 @@ def _print_table(rows: Sequence[evaluation.EvalRow]) -> None:
     table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(
-            *(row.mode, str(row.groups), str(row.core_dims), row.method, row.kv_format),
+            *(row.name, str(row.groups), str(row.core_dims), row.method, row.kv_format),
             *(str(row.prefill), str(row.tokens)),
             *(f"{row.ppl:.4f}", f"{row.kl:.6f}", f"{row.top1:.4f}"),
         )

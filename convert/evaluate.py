@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tpla.convert.alignment import Alignment
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
-from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
+from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
 from tpla.core.checkpoint import (
     MANIFEST_NAME,
     VALUES_TENSOR,
@@ -56,6 +57,8 @@ class EvalRow:
         kl: mean KL(exact || this), nats.
         top1: share of positions where the most likely token is the exact model's.
         scored_from: predictions of positions from here on are scored.
+        alignment: which decode weights were fitted, and used.
+        sliced: what each group computes from its slice alone; see ``Sliced``.
     """
 
     mode: str
@@ -70,6 +73,18 @@ class EvalRow:
     kl: float
     top1: float
     scored_from: int
+    alignment: str
+    sliced: str
+
+    @property
+    def name(self) -> str:
+        """Mode and what departs from what is served."""
+        fields = [self.mode]
+        if self.sliced != Sliced.SOFTMAX.value:
+            fields.append(self.sliced)
+        elif self.mode == Mode.TPLA.value and self.alignment == Alignment.NONE.value:
+            fields.append("-align")
+        return " ".join(fields)
 
 
 class Subject:
@@ -99,7 +114,13 @@ class Subject:
             self.manifest.check_values(directory)
 
     def spec(
-        self, mode: Mode, kv_format: KVFormat, prefill: int, scored_from: int | None = None
+        self,
+        mode: Mode,
+        kv_format: KVFormat,
+        prefill: int,
+        scored_from: int | None = None,
+        sliced: Sliced = Sliced.SOFTMAX,
+        aligned: bool = True,
     ) -> DecodeSpec:
         """The decoding that the checkpoint's manifest describes, or plain MLA.
 
@@ -109,7 +130,11 @@ class Subject:
         if mode is Mode.MLA:
             rank = int(self.model.config.kv_lora_rank)
             return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill, scored_from)
-        return DecodeSpec(mode, self._manifest().plan, kv_format, prefill, scored_from)
+        manifest = self._manifest()
+        aligned = aligned and mode is Mode.TPLA and manifest.aligned
+        return DecodeSpec(
+            mode, manifest.plan, kv_format, prefill, scored_from, aligned=aligned, sliced=sliced
+        )
 
     def scales(self, layer: int) -> list[list[float]] | None:
         """Logit scales of ``layer``, None for a checkpoint that was not converted."""
@@ -120,6 +145,10 @@ class Subject:
         if self.manifest is None or not self.manifest.aligned:
             return None
         return load_file(values_path(self.checkpoint.directory, layer))[VALUES_TENSOR]
+
+    def spectrum(self, layer: int) -> list[float] | None:
+        """Shares of energy of ``layer``'s dims, None for a checkpoint that was not converted."""
+        return None if self.manifest is None else self.manifest.spectrum[layer]
 
     @property
     def method(self) -> str:
@@ -170,13 +199,24 @@ def evaluate_specs(
 def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8.
 
+    TPLA comes without its alignment, too, and, where there is no shared core, with a sliced norm.
     All score the second half of the context, so that their figures compare.
     """
-    return [
-        subject.spec(mode, kv_format, prefill, context // 2)
-        for mode in Mode
-        for prefill in (0, context // 2)
+    scored_from = context // 2
+    conditions = [
+        (prefill, kv_format)
+        for prefill in (0, scored_from)
         for kv_format in (KVFormat.FP32, KVFormat.FP8)
+    ]
+    variants: list[tuple[Mode, Sliced, bool]] = [(mode, Sliced.SOFTMAX, True) for mode in Mode]
+    if subject.manifest is not None and subject.manifest.aligned:
+        variants.append((Mode.TPLA, Sliced.SOFTMAX, False))
+    if subject.manifest is not None and not subject.manifest.plan.core_dims:
+        variants += [(Mode.TPLA, sliced, False) for sliced in (Sliced.NORM, Sliced.BOTH)]
+    return [
+        subject.spec(mode, kv_format, prefill, scored_from, sliced, aligned)
+        for mode, sliced, aligned in variants
+        for prefill, kv_format in conditions
     ]
 
 
@@ -239,7 +279,8 @@ def _hidden_states(
         advance_scored(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
-                install(layer, spec, subject.scales(index), subject.values(index))
+                fitted = subject.values(index) if _uses_values(spec) else None
+                install(layer, spec, subject.scales(index), fitted, subject.spectrum(index))
                 advance_scored(model, layer, hidden, spec.first_scored)
                 uninstall(layer)
         del layer
@@ -279,6 +320,10 @@ def _score_sequence(
             score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
 
 
+def _uses_values(spec: DecodeSpec) -> bool:
+    return spec.mode is Mode.TPLA and spec.aligned
+
+
 def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
@@ -293,4 +338,6 @@ def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
         kl=score.kl / score.tokens,
         top1=score.agreed / score.tokens,
         scored_from=spec.first_scored,
+        alignment=(Alignment.VALUES if _uses_values(spec) else Alignment.NONE).value,
+        sliced=spec.sliced.value,
     )

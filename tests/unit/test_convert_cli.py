@@ -16,7 +16,7 @@ from tpla.core.checkpoint import Manifest
 
 FIELDS = [
     *("mode", "groups", "core_dims", "method", "kv_format", "context", "prefill", "tokens"),
-    *("ppl", "kl", "top1", "scored_from"),
+    *("ppl", "kl", "top1", "scored_from", "alignment", "sliced"),
 ]
 
 
@@ -73,9 +73,12 @@ def test_eval_table_compares_the_modes(
     assert _run(monkeypatch, "eval", *arguments, "--json", out) == 0
     rows = json.loads(out.read_text())
     assert all(list(row) == FIELDS for row in rows)
-    assert [(row["mode"], row["prefill"], row["kv_format"]) for row in rows] == [
-        (mode, prefill, kv_format)
-        for mode in ("mla", "gla", "tpla")
+    assert [(row["mode"], row["alignment"], row["prefill"], row["kv_format"]) for row in rows] == [
+        (mode, alignment, prefill, kv_format)
+        for mode, alignment in (
+            *(("mla", "none"), ("gla", "none")),
+            *(("tpla", "values"), ("tpla", "none")),
+        )
         for prefill in (0, 50)
         for kv_format in ("fp32", "fp8")
     ]
