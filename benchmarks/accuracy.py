@@ -25,6 +25,7 @@ from tpla.benchmarks.transfer import header
 from tpla.convert.alignment import Alignment
 from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.report_plots import draw_error_against_bytes
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
@@ -53,30 +54,6 @@ def measure(
         "row_bytes": sliced.row_bytes,
         "row_share": sliced.row_bytes / whole.row_bytes,
     }
-
-
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
-    """KL over the share of a row, with and without alignment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2))
-    for alignment, mark in ((Alignment.NONE, "o"), (Alignment.VALUES, "^")):
-        chosen = [row for row in rows if row["alignment"] == alignment.value]
-        axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
-                  label=f"alignment: {alignment.value}")  # fmt: skip
-    for row in rows:
-        if row["alignment"] == Alignment.NONE.value:
-            label = f"g={row['groups']}, core {row['core_dims']}"
-            axes.annotate(label, (row["row_share"], row["kl"]), (4, 4), fontsize=7,
-                          textcoords="offset points")  # fmt: skip
-    axes.set(yscale="log", xlabel="bytes of a rank's FP8 row / of the whole latent's",
-             ylabel="KL to exact MLA")  # fmt: skip
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
 
 
 def main(
@@ -114,7 +91,7 @@ def main(
         document = {"header": header(), "model": model.name, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        draw(rows, plot)
+        draw_error_against_bytes(rows, plot)
 
 
 if __name__ == "__main__":

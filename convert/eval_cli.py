@@ -32,9 +32,7 @@ from tpla.convert.endpoint_tasks import (
     check_comparable,
     load_results,
 )
-from tpla.convert.pipeline import sequence_context
 from tpla.convert.sliced_attention import DecodeSpec, Mode
-from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.latent_layout import KVFormat
 
 _eval_app = typer.Typer(
@@ -81,7 +79,7 @@ def _ppl(
 ) -> None:
     """Perplexity, KL from the exact model and top-1 agreement of one way to decode."""
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
-    sequences = _sequences(subject, text, context, max_tokens, per_document)
+    sequences = subject.sequences(text, context, max_tokens, per_document)
     specs = [subject.spec(mode, kv_format, prefill, score_from)]
     (row,) = _measure(subject, sequences, specs, context)
     if out is not None:
@@ -104,7 +102,7 @@ def _table(
     Every row scores the second half.
     """
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
-    sequences = _sequences(subject, text, context, max_tokens, per_document)
+    sequences = subject.sequences(text, context, max_tokens, per_document)
     specs = evaluation.table_specs(subject, context)
     rows = _measure(subject, sequences, specs, context)
     if out is not None:
@@ -146,14 +144,6 @@ def _tasks(
         write_json(out, {"endpoints": [asdict(result) for result in results]})
     if any(result.failed for result in asked):
         sys.exit(1)
-
-
-def _sequences(
-    subject: evaluation.Subject, text: Path, context: int, max_tokens: int, per_document: bool
-) -> list[torch.Tensor]:
-    tokenizer = load_tokenizer(subject.checkpoint.directory)
-    context = sequence_context(subject.checkpoint.config, context)
-    return read_sequences(text, tokenizer, context, max_tokens, per_document)
 
 
 def _measure(

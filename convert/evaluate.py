@@ -23,6 +23,7 @@ from tpla.convert.alignment import Alignment
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
+from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     MANIFEST_NAME,
     VALUES_TENSOR,
@@ -154,6 +155,18 @@ class Subject:
     def method(self) -> str:
         """Rotation of the checkpoint."""
         return UNCONVERTED if self.manifest is None else self.manifest.method
+
+    def sequences(
+        self, text: Path, context: int, max_tokens: int, per_document: bool
+    ) -> list[torch.Tensor]:
+        """Token ids ``[T]`` of each sequence of a text, see :func:`read_sequences`.
+
+        Raises:
+            ConfigError: the text cannot be read, or the model has fewer positions than ``context``.
+        """
+        tokenizer = load_tokenizer(self.checkpoint.directory)
+        context = sequence_context(self.checkpoint.config, context)
+        return read_sequences(text, tokenizer, context, max_tokens, per_document)
 
     def _manifest(self) -> Manifest:
         if self.manifest is None:

@@ -35,7 +35,7 @@ from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
 from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
-from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     MANIFEST_NAME,
     VALUES_FOLDER,
@@ -47,8 +47,6 @@ from tpla.core.checkpoint import (
 )
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import ShardPlan
-
-DEFAULT_CONTEXT = 2048
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and of how many."""
@@ -143,20 +141,6 @@ def convert_checkpoint(
         )
         manifest.save(staging)
     return manifest
-
-
-def sequence_context(config: dict[str, Any], context: int | None) -> int:
-    """Tokens of a sequence: as asked, or a default that the model can take.
-
-    Raises:
-        ConfigError: less than 2, or more positions than the model has.
-    """
-    limit = int(config.get("max_position_embeddings", DEFAULT_CONTEXT))
-    if context is None:
-        return min(DEFAULT_CONTEXT, limit)
-    if not 2 <= context <= limit:
-        raise ConfigError(f"context={context} is not in 2..{limit} (max_position_embeddings)")
-    return context
 
 
 def latent_rank(checkpoint: Checkpoint) -> int:

@@ -29,9 +29,9 @@ from tpla.convert.pipeline import (
     calibration_sequences,
     latent_rank,
     make_recipe,
-    sequence_context,
 )
 from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
+from tpla.convert.text import sequence_context
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
 

@@ -50,7 +50,7 @@ class Sliced(str, Enum):
     """What each group computes from its slice alone; ``softmax`` is what decode serves.
 
     A sliced norm divides each slice of a token's latent by the slice's own root mean square and
-    multiplies it by that of the calibration text (TPLA, equation 17 with PCA's energies).
+    multiplies it by that of the calibration text, the constant that the paper calibrates.
     """
 
     SOFTMAX = "softmax"

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from tpla.core.errors import CheckpointError, ConfigError
 
+DEFAULT_CONTEXT = 2048
+
 _CHARS_PER_TOKEN = 16
 """No more characters than this a wanted token are read of a plain text."""
 
@@ -30,6 +32,20 @@ def load_tokenizer(directory: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(f"no usable tokenizer in {directory}: {first_line}") from error
+
+
+def sequence_context(config: dict[str, Any], context: int | None) -> int:
+    """Tokens of a sequence: as asked, or a default that the model can take.
+
+    Raises:
+        ConfigError: less than 2, or more positions than the model has.
+    """
+    limit = int(config.get("max_position_embeddings", DEFAULT_CONTEXT))
+    if context is None:
+        return min(DEFAULT_CONTEXT, limit)
+    if not 2 <= context <= limit:
+        raise ConfigError(f"context={context} is not in 2..{limit} (max_position_embeddings)")
+    return context
 
 
 def read_sequences(
