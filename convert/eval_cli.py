@@ -159,12 +159,12 @@ def _measure(
 
 
 def _print_table(rows: Sequence[evaluation.EvalRow]) -> None:
-    columns = ("mode", "groups", "core", "method", "kv", "prefill", "tokens", "ppl", "KL", "top-1")
+    columns = ("mode", "groups", "core", "kv", "prefill", "tokens", "ppl", "KL", "top-1")
     # Narrow enough for 80 columns: rich shortens the figures of a table that is not.
-    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0), caption=f"basis: {rows[0].method}")
     for row in rows:
         table.add_row(
-            *(row.name, str(row.groups), str(row.core_dims), row.method, row.kv_format),
+            *(row.name, str(row.groups), str(row.core_dims), row.kv_format),
             *(str(row.prefill), str(row.tokens)),
             *(f"{row.ppl:.4f}", f"{row.kl:.6f}", f"{row.top1:.4f}"),
         )

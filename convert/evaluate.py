@@ -216,11 +216,6 @@ def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     All score the second half of the context, so that their figures compare.
     """
     scored_from = context // 2
-    conditions = [
-        (prefill, kv_format)
-        for prefill in (0, scored_from)
-        for kv_format in (KVFormat.FP32, KVFormat.FP8)
-    ]
     variants: list[tuple[Mode, Sliced, bool]] = [(mode, Sliced.SOFTMAX, True) for mode in Mode]
     if subject.manifest is not None and subject.manifest.aligned:
         variants.append((Mode.TPLA, Sliced.SOFTMAX, False))
@@ -229,7 +224,9 @@ def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     return [
         subject.spec(mode, kv_format, prefill, scored_from, sliced, aligned)
         for mode, sliced, aligned in variants
-        for prefill, kv_format in conditions
+        for prefill in (0, scored_from)
+        for kv_format in (KVFormat.FP32, KVFormat.FP8)
+        if sliced is Sliced.SOFTMAX or kv_format is KVFormat.FP32
     ]
 
 

@@ -140,7 +140,8 @@ def _evaluation(name: str, rows: Sequence[EvalRow]) -> list[str]:
     note = (
         f"{sliced.tokens} tokens, context {sliced.context}, positions from {sliced.scored_from} "
         "scored. Perplexity as a ratio to exact MLA's; the paper: DeepSeek-V2-Lite, WikiText-2, "
-        "two groups. The paper's rows without an exact prefill slice the RMSNorm, too."
+        "two groups. Scored positions decode in every row of ours. The paper's rows without an "
+        "exact prefill slice the RMSNorm, too."
     )
     parts = [f"## Table 1, {title}", note, _compared(TABLE_1, rows)]
     if any(row.sliced != "softmax" for row in rows):

@@ -69,7 +69,7 @@ class DecodeSpec:
         prefill: positions below this are prefilled exactly.
         scored_from: an evaluation scores positions from here on; None: from ``prefill``.
         aligned: whether TPLA uses fitted value projections where the checkpoint has them.
-        sliced: what is sliced; anything but the softmax is for TPLA without a shared core.
+        sliced: what is sliced; anything but the softmax is for TPLA in fp32 without a shared core.
 
     Raises:
         ConfigError: MLA with groups, a negative prefill, exact positions that are scored, or a
@@ -86,12 +86,16 @@ class DecodeSpec:
 
     def __post_init__(self) -> None:
         if self.sliced is not Sliced.SOFTMAX and (
-            self.mode is not Mode.TPLA or self.plan.core_dims or self.aligned
+            self.mode is not Mode.TPLA
+            or self.kv_format is not KVFormat.FP32
+            or self.plan.core_dims
+            or self.aligned
         ):
             raise ConfigError(
                 f"sliced={self.sliced.value} with mode={self.mode.value}, "
-                f"core_dims={self.plan.core_dims}, aligned={self.aligned}; a sliced norm is "
-                "measured for tpla without a shared core and without fitted values"
+                f"core_dims={self.plan.core_dims}, kv_format={self.kv_format.value}, "
+                f"aligned={self.aligned}; a sliced norm is measured for tpla in fp32, without a "
+                "shared core and without fitted values"
             )
         if self.mode is Mode.MLA and self.plan.groups != 1:
             raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
