@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tpla.convert.alignment import Alignment
+from tpla.convert.calibrate import LEARNING_STEPS
 from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
@@ -71,7 +72,7 @@ _Align = Annotated[
         "there is calibration text"
     ),
 ]
-_Seed = Annotated[int, typer.Option(help="of the random basis of hadamard")]
+_Seed = Annotated[int, typer.Option(help="of hadamard's basis and of a learned one's samples")]
 _Device = Annotated[str, typer.Option(help="where calibration computes")]
 _ComputeDtype = Annotated[FloatType, typer.Option(help="dtype in which calibration computes")]
 _BytesPerToken = Annotated[
@@ -119,6 +120,9 @@ def _convert(
             "the model's logits to 1e-4, bfloat16 rounds the rotated weights"
         ),
     ] = None,
+    learning_steps: Annotated[
+        int, typer.Option(help="of a learned basis, for each layer")
+    ] = LEARNING_STEPS,
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
@@ -141,6 +145,7 @@ def _convert(
         device=check_device(device),
         compute_dtype=compute_dtype.torch,
         alignment=align,
+        learning_steps=learning_steps,
     )
     budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
     if budget.limited and core_dims is not None:

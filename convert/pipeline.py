@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from tpla.convert.alignment import Alignment
-from tpla.convert.calibrate import LayerResult, Recipe, calibrate_on_text, calibrate_without_text
+from tpla.convert.calibrate import (
+    LEARNING_STEPS,
+    LayerResult,
+    Recipe,
+    calibrate_on_text,
+    calibrate_without_text,
+)
 from tpla.convert.checkpoint_io import (
     CONFIG_NAME,
     DTYPES,
@@ -73,6 +79,7 @@ class ConversionOptions:
         device: where calibration computes.
         compute_dtype: in which dtype calibration computes.
         alignment: which decode weights are fitted; None: values, where there is text to fit on.
+        learning_steps: of a learned basis, for each layer.
     """
 
     groups: int = 2
@@ -88,6 +95,7 @@ class ConversionOptions:
     device: str = "cpu"
     compute_dtype: torch.dtype = torch.float32
     alignment: Alignment | None = None
+    learning_steps: int = LEARNING_STEPS
 
 
 def convert_checkpoint(
@@ -173,8 +181,15 @@ def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
             "format; leave --dtype out"
         )
     plan = ShardPlan(rank, options.groups, options.core_dims)
+    if options.learning_steps < 1:
+        raise ConfigError(f"learning_steps={options.learning_steps} must be at least 1")
     recipe = Recipe(
-        plan, options.method, options.logit_scale, options.seed, _alignment(plan, options)
+        plan=plan,
+        method=options.method,
+        logit_scale=options.logit_scale,
+        seed=options.seed,
+        alignment=_alignment(plan, options),
+        learning_steps=options.learning_steps,
     )
     if recipe.needs_text and options.calibration is None:
         raise ConfigError(

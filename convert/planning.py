@@ -3,7 +3,7 @@
 For a number of groups the plans differ in ``core_dims`` alone. All of them are measured in one pass
 over the layers: the basis and the exact hidden states are the same for every plan, so a layer is
 read once, and only the fits and each plan's own hidden states are kept beside it. The KL is that of
-held-out sequences, every :data:`HELD_OUT_EVERY`-th of the calibration text, after an exact prefill
+held-out sequences, every fourth of the calibration text, after an exact prefill
 of half a context.
 
 Shape suffixes: T tokens, E hidden size.
@@ -30,12 +30,18 @@ from tpla.convert.pipeline import (
     latent_rank,
     make_recipe,
 )
-from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
-from tpla.convert.text import sequence_context
+from tpla.convert.rotation import Method
+from tpla.convert.sliced_attention import (
+    DecodeSpec,
+    Mode,
+    attention_error,
+    install,
+    uninstall,
+)
+from tpla.convert.text import hold_out, sequence_context
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
 
-HELD_OUT_EVERY = 4
 WIDTH_MULTIPLE = 16
 """Rank widths that Hopper's bulk copies of FP8 rows take."""
 
@@ -209,6 +215,11 @@ def measure_candidates(
         ConfigError: text that is absent or too short to hold some out.
     """
     checkpoint = Checkpoint(source)
+    if options.method is Method.LEARNED:
+        raise ConfigError(
+            "method=learned finds another basis for every plan, so plans cannot be measured in one "
+            "pass; plan with --method pca, then convert with --core-dims and --method learned"
+        )
     prefill = sequence_context(checkpoint.config, options.context) // 2
     fitted, held_out = _split(calibration_sequences(checkpoint, options), prefill)
     model = LayeredModel(checkpoint, torch.device(options.device), options.compute_dtype)
@@ -278,7 +289,7 @@ class _Trial:
         """Fit decode of a rotated layer, note its error, replace the hidden states."""
         scales_HG, values_GHWV = fit_decode(model, layer, calibration, self.recipe)
         install(layer, self.spec, scales_HG.tolist(), values_GHWV)
-        self.layer_errors.append(_layer_error(model, layer, exact, self.spec.prefill))
+        self.layer_errors.append(attention_error(model, layer, exact))
         advance_scored(model, layer, self.hidden, self.spec.prefill)
         uninstall(layer)
 
@@ -315,34 +326,11 @@ def _split(
     sequences: list[torch.Tensor], prefill: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Sequences to fit on, and those held out that are long enough to score."""
-    held_out = [
-        ids_T
-        for ids_T in sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-        if len(ids_T) > prefill + 1
-    ]
+    kept, held_out = hold_out(sequences)
+    held_out = [ids_T for ids_T in held_out if len(ids_T) > prefill + 1]
     if not held_out:
         raise ConfigError(
-            f"{len(sequences)} calibration sequences hold none out that has more than {prefill} "
-            f"tokens (every {HELD_OUT_EVERY}th is held out, the first half of a context is prefill)"
-            "; give more --max-tokens or text, or a smaller --context"
+            f"no held-out calibration sequence has more than {prefill} tokens, the half of a "
+            "context that is prefilled; give more --max-tokens or text, or a smaller --context"
         )
-    kept = [ids for n, ids in enumerate(sequences) if n % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     return kept, held_out
-
-
-def _layer_error(
-    model: LayeredModel, layer: Any, exact: Sequence[torch.Tensor], prefill: int
-) -> float:
-    """Squared error of the installed attention's output, over the exact output's energy."""
-    error = energy = 0.0
-    installed = layer.self_attn.forward
-    for hidden_TE in exact:
-        rotary = model.rotary(hidden_TE.shape[0])
-        x_BTE = layer.input_layernorm(hidden_TE)[None]
-        own_TE = installed(x_BTE, position_embeddings=rotary)[0][0, prefill:]
-        true_BTE, _ = type(layer.self_attn).forward(
-            layer.self_attn, x_BTE, position_embeddings=rotary, attention_mask=None
-        )
-        error += float((own_TE - true_BTE[0, prefill:]).square().sum(dtype=torch.float64))
-        energy += float(true_BTE[0, prefill:].square().sum(dtype=torch.float64))
-    return error / max(energy, torch.finfo(torch.float64).tiny)

@@ -22,6 +22,7 @@ from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
 
 PAGE = "report.md"
+_SWEEP_FIELDS = ("groups", "core_dims", "method", "alignment", "row_bytes")
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,19 @@ def _answers(name: str, results: Sequence[EndpointResult]) -> list[str]:
 
 
 def _sweep(rows: Sequence[dict[str, Any]]) -> str:
-    columns = ["groups", "core dims", "alignment", "bytes/token", "of the whole row", "KL", "top-1"]
+    columns = [
+        "groups",
+        "core dims",
+        "method",
+        "alignment",
+        "bytes/token",
+        "of the whole row",
+        "KL",
+        "top-1",
+    ]
     lines = []
     for row in rows:
-        cells = [str(row[name]) for name in ("groups", "core_dims", "alignment", "row_bytes")]
+        cells = [str(row[name]) for name in _SWEEP_FIELDS]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
         lines.append(cells)
     return _table(columns, lines)

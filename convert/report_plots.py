@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from tpla.convert.alignment import Alignment
 from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
 
@@ -35,10 +34,10 @@ def draw_spectrum(manifest: Manifest, picture: Path) -> None:
 
 
 def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> None:
-    """KL over the share of a row, with and without alignment.
+    """KL over the share of a row, one mark for each method and alignment.
 
     Args:
-        rows: with ``groups``, ``core_dims``, ``alignment``, ``row_share`` and ``kl``.
+        rows: with ``groups``, ``core_dims``, ``method``, ``alignment``, ``row_share`` and ``kl``.
         picture: file to write.
 
     Raises:
@@ -46,19 +45,23 @@ def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> N
     """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for alignment, mark in ((Alignment.NONE, "o"), (Alignment.VALUES, "^")):
-        chosen = [row for row in rows if row["alignment"] == alignment.value]
+    variants = sorted({(row["method"], row["alignment"]) for row in rows})
+    for variant, mark in zip(variants, cycle("o^sDv"), strict=False):
+        chosen = [row for row in rows if (row["method"], row["alignment"]) == variant]
         axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
-                  label=f"alignment: {alignment.value}")  # fmt: skip
-    for row in rows:
-        if row["alignment"] == Alignment.NONE.value:
-            label = f"g={row['groups']}, core {row['core_dims']}"
-            axes.annotate(label, (row["row_share"], row["kl"]), (4, 4), fontsize=7,
-                          textcoords="offset points")  # fmt: skip
+                  label=f"{variant[0]}, alignment: {variant[1]}")  # fmt: skip
+    highest = {(row["groups"], row["core_dims"]): row for row in sorted(rows, key=_kl)}
+    for (groups, core_dims), row in highest.items():
+        axes.annotate(f"g={groups}, core {core_dims}", (row["row_share"], row["kl"]), (4, 4),
+                      fontsize=7, textcoords="offset points")  # fmt: skip
     axes.set(yscale="log", xlabel="bytes of a rank's FP8 row / of the whole latent's",
              ylabel="KL to exact MLA")  # fmt: skip
     axes.legend(fontsize=8)
     _save(figure, picture)
+
+
+def _kl(row: dict[str, Any]) -> float:
+    return float(row["kl"])
 
 
 def _pyplot() -> Any:

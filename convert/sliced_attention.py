@@ -22,6 +22,7 @@ Source: TPLA, equations 10-25; SnapMLA for the FP8 rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from torch import nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
+from tpla.convert.layers import LayeredModel
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CORE_VALUE_GROUP, KVFormat, LatentLayout, ShardPlan
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
@@ -354,6 +356,31 @@ def uninstall(layer: nn.Module) -> None:
     """Undo :func:`install`."""
     attention: Any = layer.self_attn
     attention.__dict__.pop("forward", None)
+
+
+def attention_error(model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor]) -> float:
+    """Squared error of an installed attention's output over the exact output's energy.
+
+    Args:
+        model: whose layer it is.
+        layer: a decoder layer with :func:`install` done; its ``prefill`` positions do not count.
+        hidden: inputs of the layer, ``[T, E]`` each.
+    """
+    attention = layer.self_attn
+    installed = attention.forward
+    start = installed.spec.prefill
+    error = energy = 0.0
+    for hidden_TE in hidden:
+        rotary = model.rotary(hidden_TE.shape[0])
+        x_BTE = layer.input_layernorm(hidden_TE)[None]
+        own_BTE, _ = installed(x_BTE, position_embeddings=rotary)
+        true_BTE, _ = type(attention).forward(
+            attention, x_BTE, position_embeddings=rotary, attention_mask=None
+        )
+        wrong_BTE = own_BTE[:, start:] - true_BTE[:, start:]
+        error += float(wrong_BTE.square().sum(dtype=torch.float64))
+        energy += float(true_BTE[:, start:].square().sum(dtype=torch.float64))
+    return error / max(energy, torch.finfo(torch.float64).tiny)
 
 
 def _rotate(

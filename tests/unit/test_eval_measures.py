@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 calibration=folder / "text.txt",
                 logit_scale=LogitScale.FIT,
                 context=CONTEXT,
+                learning_steps=20,
             ),
         )
     return folder
