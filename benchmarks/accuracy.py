@@ -2,8 +2,8 @@
 
     python -m tpla.benchmarks.accuracy --calibration TRAIN --text HELD_OUT --json OUT --plot OUT.png
 
-Each plan, ``groups:core_dims``, is converted twice, with and without decode-only alignment, and
-evaluated with FP8 rows after an exact prefill of half the context. Figures: KL to exact MLA,
+Each plan, ``groups:core_dims``, is converted in each variant, ``method:alignment``, and evaluated
+with FP8 rows after an exact prefill of half the context. Figures: KL to exact MLA,
 perplexity, agreement; bytes of a row on one rank, and as a share of the whole latent's FP8 row.
 """
 
@@ -25,13 +25,26 @@ from tpla.benchmarks.transfer import header
 from tpla.convert.alignment import Alignment
 from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.report_plots import draw_error_against_bytes
+from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
-from tpla.workers.deployment import REFERENCE_MODEL
 
 PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
-_COLUMNS = ("groups", "core_dims", "alignment", "row_bytes", "row_share", "kl", "ppl", "top1")
+VARIANTS = ["pca:none", "pca:values"]
+_COLUMNS = (
+    "groups",
+    "core_dims",
+    "method",
+    "alignment",
+    "row_bytes",
+    "row_share",
+    "kl",
+    "ppl",
+    "top1",
+)
 
 
 def measure(
@@ -50,34 +63,9 @@ def measure(
     whole = LatentLayout(ShardPlan(manifest.plan.kv_lora_rank), 0, rope, KVFormat.FP8)
     return {
         **asdict(row),
-        "alignment": manifest.alignment,
         "row_bytes": sliced.row_bytes,
         "row_share": sliced.row_bytes / whole.row_bytes,
     }
-
-
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
-    """KL over the share of a row, with and without alignment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2))
-    for alignment, mark in ((Alignment.NONE, "o"), (Alignment.VALUES, "^")):
-        chosen = [row for row in rows if row["alignment"] == alignment.value]
-        axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
-                  label=f"alignment: {alignment.value}")  # fmt: skip
-    for row in rows:
-        if row["alignment"] == Alignment.NONE.value:
-            label = f"g={row['groups']}, core {row['core_dims']}"
-            axes.annotate(label, (row["row_share"], row["kl"]), (4, 4), fontsize=7,
-                          textcoords="offset points")  # fmt: skip
-    axes.set(yscale="log", xlabel="bytes of a rank's FP8 row / of the whole latent's",
-             ylabel="KL to exact MLA")  # fmt: skip
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
 
 
 def main(
@@ -85,25 +73,28 @@ def main(
     text: Annotated[Path, typer.Option(help="text to evaluate on")],
     model: Annotated[Path, typer.Option(help="checkpoint to convert")] = REFERENCE_MODEL,
     plan: Annotated[list[str] | None, typer.Option(help="GROUPS:CORE_DIMS, repeatable")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="METHOD:ALIGNMENT, repeatable")] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     calibration_tokens: Annotated[int, typer.Option(help="to convert with, at most")] = 16384,
     max_tokens: Annotated[int, typer.Option(help="to evaluate on, at most")] = 6144,
     json_path: Annotated[Path | None, typer.Option("--json", help="file to write")] = None,
     plot: Annotated[Path | None, typer.Option(help="picture to write")] = None,
 ) -> None:
-    """Measure every plan with and without alignment."""
+    """Measure every plan in every variant."""
     console, rows = Console(), []
     plans = [tuple(map(int, each.split(":"))) for each in plan or PLANS]
-    work = [(plan, alignment) for plan in plans for alignment in Alignment]
-    for (groups, core_dims), alignment in track(work, "plans", console=console):
+    variants = [each.split(":") for each in variant or VARIANTS]
+    work = [(plan, variant) for plan in plans for variant in variants]
+    for (groups, core_dims), (method, alignment) in track(work, "plans", console=console):
         options = ConversionOptions(
             groups=groups,
             core_dims=core_dims,
+            method=Method(method),
             calibration=calibration,
             max_tokens=calibration_tokens,
             context=context,
             dtype=torch.float32,
-            alignment=alignment,
+            alignment=Alignment(alignment),
         )
         rows.append(measure(model, options, text, context, max_tokens))
     table = Table(*_COLUMNS)
@@ -115,7 +106,7 @@ def main(
         document = {"header": header(), "model": model.name, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        draw(rows, plot)
+        draw_error_against_bytes(rows, plot)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tpla.convert.alignment import Alignment, ValueStatistics, sliced_values
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
+from tpla.convert.learned_rotation import LayerWeights, learn_turn
 from tpla.convert.logit_scale import (
     LogitScale,
     LogitStatistics,
@@ -29,9 +30,21 @@ from tpla.convert.logit_scale import (
 )
 from tpla.convert.rewrite import LatentProjections, read_projections
 from tpla.convert.rotation import Method, make_rotation, spectrum
-from tpla.convert.sliced_attention import Projected, project, up_projections
+from tpla.convert.sliced_attention import (
+    DecodeSpec,
+    Mode,
+    Projected,
+    attention_error,
+    install,
+    project,
+    uninstall,
+    up_projections,
+)
+from tpla.convert.text import hold_out
 from tpla.core.errors import CheckpointError
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import KVFormat, ShardPlan
+
+LEARNING_STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -42,8 +55,9 @@ class Recipe:
         plan: how decode divides the latent.
         method: which basis.
         logit_scale: which logit scales.
-        seed: of random bases; layer i uses ``seed + i``.
+        seed: of random choices; layer i uses ``seed + i``.
         alignment: which decode weights are fitted.
+        learning_steps: of a learned basis.
     """
 
     plan: ShardPlan
@@ -51,12 +65,14 @@ class Recipe:
     logit_scale: LogitScale
     seed: int = 0
     alignment: Alignment = Alignment.NONE
+    learning_steps: int = LEARNING_STEPS
 
     @property
     def needs_text(self) -> bool:
         """Whether the recipe cannot do without calibration text."""
         fits = self.logit_scale is LogitScale.FIT and self.plan.groups > 1
-        return self.method is Method.PCA or fits or self.alignment is not Alignment.NONE
+        measured = self.method in (Method.PCA, Method.LEARNED)
+        return measured or fits or self.alignment is not Alignment.NONE
 
 
 @dataclass(frozen=True)
@@ -92,19 +108,39 @@ def calibrate_on_text(
     hidden = model.embed(sequences)
     for index in range(model.layers):
         layer: Any = model.layer(index)
-        covariance_RR = latent_covariance(layer, hidden)
-        rank = recipe.plan.kv_lora_rank
-        rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
-        rotated = read_projections(model.checkpoint, index).rotate(rotation_RR)
-        for name, tensor in rotated.named().items():
-            layer.self_attn.get_parameter(name).copy_(tensor)
-        scales_HG = _measured_scales(model, layer, hidden, recipe)
-        values_GHWV = _aligned_values(model, layer, hidden, recipe, scales_HG)
-        _advance(model, layer, hidden)
-        energies = spectrum(covariance_RR, rotation_RR)
+        rotated, energies = rotate_layer(model, layer, index, hidden, recipe)
+        scales_HG, values_GHWV = fit_decode(model, layer, hidden, recipe)
+        advance(model, layer, hidden)
         yield LayerResult(index, rotated, energies, scales_HG.tolist(), values_GHWV)
         # Freed before the next layer is read: a reference kept here would double the peak.
         del layer, rotated, values_GHWV
+
+
+def rotate_layer(
+    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> tuple[LatentProjections, list[float]]:
+    """Turn a layer's latent into the recipe's basis, in place; the plan matters if it is learned.
+
+    Returns:
+        Its latent projections in the new basis, and the share of energy along each dim.
+    """
+    covariance_RR = latent_covariance(layer, hidden)
+    rank = recipe.plan.kv_lora_rank
+    rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
+    source = read_projections(model.checkpoint, index)
+    rotated = _set_basis(layer, source, rotation_RR)
+    if recipe.method is Method.LEARNED and recipe.plan.groups > 1:
+        rotation_RR = _learned(model, layer, index, source, rotation_RR, hidden, recipe)
+        rotated = _set_basis(layer, source, rotation_RR)
+    return rotated, spectrum(covariance_RR, rotation_RR)
+
+
+def fit_decode(
+    model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logit scales ``[H, G]`` and value projections ``[G, H, W, V]`` of a rotated layer."""
+    scales_HG = _measured_scales(model, layer, hidden, recipe)
+    return scales_HG, _aligned_values(model, layer, hidden, recipe, scales_HG)
 
 
 @torch.no_grad()
@@ -157,7 +193,7 @@ def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tenso
     return total / tokens
 
 
-def _advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
+def advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
     """Replace each hidden state by the layer's output."""
     for position, hidden_TE in enumerate(hidden):
         hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
@@ -168,6 +204,49 @@ def _seen(model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor]) -> It
     for hidden_TE in hidden:
         rotary = model.rotary(hidden_TE.shape[0])
         yield project(layer.self_attn, layer.input_layernorm(hidden_TE), rotary)
+
+
+def _set_basis(
+    layer: Any, source: LatentProjections, rotation_RR: torch.Tensor
+) -> LatentProjections:
+    rotated = source.rotate(rotation_RR)
+    for name, tensor in rotated.named().items():
+        layer.self_attn.get_parameter(name).copy_(tensor)
+    return rotated
+
+
+def _learned(
+    model: LayeredModel,
+    layer: Any,
+    index: int,
+    source: LatentProjections,
+    principal_RR: torch.Tensor,
+    hidden: Sequence[torch.Tensor],
+    recipe: Recipe,
+) -> torch.Tensor:
+    """The learned basis, or the principal one where that loses less on sequences held out."""
+    learnt_on, held_out = hold_out(hidden)
+    attention = layer.self_attn
+    w_uk_HNR, w_uv_HVR = up_projections(attention)
+    o_proj_EB = attention.o_proj.weight.detach()
+    weights = LayerWeights(w_uk_HNR.float(), w_uv_HVR.float(), o_proj_EB.float(), attention.scaling)
+
+    def read(number: int) -> Projected:
+        (seen,) = _seen(model, layer, learnt_on[number : number + 1])
+        return seen
+
+    seed = recipe.seed + index
+    turn_RR = learn_turn(weights, recipe.plan, len(learnt_on), read, recipe.learning_steps, seed)
+    candidates = (principal_RR, principal_RR @ turn_RR)
+    errors = []
+    for rotation_RR in candidates:
+        _set_basis(layer, source, rotation_RR)
+        scales_HG, values_GHWV = fit_decode(model, layer, learnt_on, recipe)
+        spec = DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32)
+        install(layer, spec, scales_HG.tolist(), values_GHWV)
+        errors.append(attention_error(model, layer, held_out))
+        uninstall(layer)
+    return candidates[errors.index(min(errors))]
 
 
 def _measured_scales(

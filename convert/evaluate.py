@@ -19,9 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tpla.convert.alignment import Alignment
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
-from tpla.convert.sliced_attention import DecodeSpec, Mode, install, uninstall
+from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
+from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     MANIFEST_NAME,
     VALUES_TENSOR,
@@ -56,6 +58,8 @@ class EvalRow:
         kl: mean KL(exact || this), nats.
         top1: share of positions where the most likely token is the exact model's.
         scored_from: predictions of positions from here on are scored.
+        alignment: which decode weights were fitted, and used.
+        sliced: what each group computes from its slice alone; see ``Sliced``.
     """
 
     mode: str
@@ -70,6 +74,18 @@ class EvalRow:
     kl: float
     top1: float
     scored_from: int
+    alignment: str
+    sliced: str
+
+    @property
+    def name(self) -> str:
+        """Mode and what departs from what is served."""
+        fields = [self.mode]
+        if self.sliced != Sliced.SOFTMAX.value:
+            fields.append(self.sliced)
+        elif self.mode == Mode.TPLA.value and self.alignment == Alignment.NONE.value:
+            fields.append("-align")
+        return " ".join(fields)
 
 
 class Subject:
@@ -99,7 +115,13 @@ class Subject:
             self.manifest.check_values(directory)
 
     def spec(
-        self, mode: Mode, kv_format: KVFormat, prefill: int, scored_from: int | None = None
+        self,
+        mode: Mode,
+        kv_format: KVFormat,
+        prefill: int,
+        scored_from: int | None = None,
+        sliced: Sliced = Sliced.SOFTMAX,
+        aligned: bool = True,
     ) -> DecodeSpec:
         """The decoding that the checkpoint's manifest describes, or plain MLA.
 
@@ -109,7 +131,11 @@ class Subject:
         if mode is Mode.MLA:
             rank = int(self.model.config.kv_lora_rank)
             return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill, scored_from)
-        return DecodeSpec(mode, self._manifest().plan, kv_format, prefill, scored_from)
+        manifest = self._manifest()
+        aligned = aligned and mode is Mode.TPLA and manifest.aligned
+        return DecodeSpec(
+            mode, manifest.plan, kv_format, prefill, scored_from, aligned=aligned, sliced=sliced
+        )
 
     def scales(self, layer: int) -> list[list[float]] | None:
         """Logit scales of ``layer``, None for a checkpoint that was not converted."""
@@ -121,10 +147,26 @@ class Subject:
             return None
         return load_file(values_path(self.checkpoint.directory, layer))[VALUES_TENSOR]
 
+    def spectrum(self, layer: int) -> list[float] | None:
+        """Shares of energy of ``layer``'s dims, None for a checkpoint that was not converted."""
+        return None if self.manifest is None else self.manifest.spectrum[layer]
+
     @property
     def method(self) -> str:
         """Rotation of the checkpoint."""
         return UNCONVERTED if self.manifest is None else self.manifest.method
+
+    def sequences(
+        self, text: Path, context: int, max_tokens: int, per_document: bool
+    ) -> list[torch.Tensor]:
+        """Token ids ``[T]`` of each sequence of a text, see :func:`read_sequences`.
+
+        Raises:
+            ConfigError: the text cannot be read, or the model has fewer positions than ``context``.
+        """
+        tokenizer = load_tokenizer(self.checkpoint.directory)
+        context = sequence_context(self.checkpoint.config, context)
+        return read_sequences(text, tokenizer, context, max_tokens, per_document)
 
     def _manifest(self) -> Manifest:
         if self.manifest is None:
@@ -160,11 +202,7 @@ def evaluate_specs(
                 "lower --prefill or --score-from, or give more text"
             )
     exact, others = _hidden_states(subject, sequences, specs, progress)
-    scores = [_Score() for _ in specs]
-    head = subject.model.head()
-    for number, ids_T in enumerate(sequences):
-        states = [exact[number] if other is None else other[number] for other in others]
-        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+    scores = score_states(subject.model, sequences, specs, exact, others)
     return [
         _row(subject.method, spec, score, context)
         for spec, score in zip(specs, scores, strict=True)
@@ -174,17 +212,34 @@ def evaluate_specs(
 def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8.
 
+    TPLA comes without its alignment, too, and, where there is no shared core, with a sliced norm.
     All score the second half of the context, so that their figures compare.
     """
+    scored_from = context // 2
+    variants: list[tuple[Mode, Sliced, bool]] = [(mode, Sliced.SOFTMAX, True) for mode in Mode]
+    if subject.manifest is not None and subject.manifest.aligned:
+        variants.append((Mode.TPLA, Sliced.SOFTMAX, False))
+    if subject.manifest is not None and not subject.manifest.plan.core_dims:
+        variants += [(Mode.TPLA, sliced, False) for sliced in (Sliced.NORM, Sliced.BOTH)]
     return [
-        subject.spec(mode, kv_format, prefill, context // 2)
-        for mode in Mode
-        for prefill in (0, context // 2)
+        subject.spec(mode, kv_format, prefill, scored_from, sliced, aligned)
+        for mode, sliced, aligned in variants
+        for prefill in (0, scored_from)
         for kv_format in (KVFormat.FP32, KVFormat.FP8)
+        if sliced is Sliced.SOFTMAX or kv_format is KVFormat.FP32
     ]
 
 
-class _Score:
+class Score:
+    """Sums over the scored positions of one way to decode.
+
+    Attributes:
+        tokens: positions.
+        nll: of the tokens that followed, nats.
+        kl: KL(exact || this), nats.
+        agreed: positions where the most likely token is the exact model's.
+    """
+
     def __init__(self) -> None:
         self.tokens = 0
         self.nll = self.kl = self.agreed = 0.0
@@ -197,6 +252,25 @@ class _Score:
         self.nll -= float(approximate_TV.gather(1, targets_T[:, None]).double().sum())
         self.kl += float((exact_TV.exp() * (exact_TV - approximate_TV)).sum(dtype=torch.float64))
         self.agreed += float((exact_TV.argmax(1) == approximate_TV.argmax(1)).sum())
+
+
+def score_states(
+    model: LayeredModel,
+    sequences: Sequence[torch.Tensor],
+    specs: Sequence[DecodeSpec],
+    exact: Sequence[torch.Tensor],
+    others: Sequence[Sequence[torch.Tensor] | None],
+) -> list[Score]:
+    """Score last hidden states ``[T, E]`` of each sequence: the exact model's and each spec's.
+
+    None among ``others`` stands for the exact model's own.
+    """
+    scores = [Score() for _ in specs]
+    head = model.head()
+    for number, ids_T in enumerate(sequences):
+        states = [exact[number] if other is None else other[number] for other in others]
+        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+    return scores
 
 
 def _hidden_states(
@@ -212,18 +286,19 @@ def _hidden_states(
     for index in range(model.layers):
         progress("layers", index, model.layers)
         layer: Any = model.layer(index)
-        _advance(model, layer, exact)
+        advance_scored(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
-                install(layer, spec, subject.scales(index), subject.values(index))
-                _advance(model, layer, hidden, spec.first_scored)
+                fitted = subject.values(index) if _uses_values(spec) else None
+                install(layer, spec, subject.scales(index), fitted, subject.spectrum(index))
+                advance_scored(model, layer, hidden, spec.first_scored)
                 uninstall(layer)
         del layer
     progress("layers", model.layers, model.layers)
     return exact, others
 
 
-def _advance(
+def advance_scored(
     model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], first_scored: int = 0
 ) -> None:
     """Replace hidden states by the layer's output, in sequences where a position is scored."""
@@ -238,7 +313,7 @@ def _score_sequence(
     exact_TE: torch.Tensor,
     specs: Sequence[DecodeSpec],
     states: Sequence[torch.Tensor],
-    scores: Sequence[_Score],
+    scores: Sequence[Score],
 ) -> None:
     last = ids_T.shape[0] - 1
     targets_T = ids_T[1:].to(exact_TE.device)
@@ -255,7 +330,11 @@ def _score_sequence(
             score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
 
 
-def _row(method: str, spec: DecodeSpec, score: _Score, context: int) -> EvalRow:
+def _uses_values(spec: DecodeSpec) -> bool:
+    return spec.mode is Mode.TPLA and spec.aligned
+
+
+def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
         groups=spec.plan.groups,
@@ -269,4 +348,6 @@ def _row(method: str, spec: DecodeSpec, score: _Score, context: int) -> EvalRow:
         kl=score.kl / score.tokens,
         top1=score.agreed / score.tokens,
         scored_from=spec.first_scored,
+        alignment=(Alignment.VALUES if _uses_values(spec) else Alignment.NONE).value,
+        sliced=spec.sliced.value,
     )

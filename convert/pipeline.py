@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from tpla.convert.alignment import Alignment
-from tpla.convert.calibrate import LayerResult, Recipe, calibrate_on_text, calibrate_without_text
+from tpla.convert.calibrate import (
+    LEARNING_STEPS,
+    LayerResult,
+    Recipe,
+    calibrate_on_text,
+    calibrate_without_text,
+)
 from tpla.convert.checkpoint_io import (
     CONFIG_NAME,
     DTYPES,
@@ -35,7 +41,7 @@ from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
 from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
-from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     MANIFEST_NAME,
     VALUES_FOLDER,
@@ -47,8 +53,6 @@ from tpla.core.checkpoint import (
 )
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import ShardPlan
-
-DEFAULT_CONTEXT = 2048
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and of how many."""
@@ -75,6 +79,7 @@ class ConversionOptions:
         device: where calibration computes.
         compute_dtype: in which dtype calibration computes.
         alignment: which decode weights are fitted; None: values, where there is text to fit on.
+        learning_steps: of a learned basis, for each layer.
     """
 
     groups: int = 2
@@ -90,6 +95,7 @@ class ConversionOptions:
     device: str = "cpu"
     compute_dtype: torch.dtype = torch.float32
     alignment: Alignment | None = None
+    learning_steps: int = LEARNING_STEPS
 
 
 def convert_checkpoint(
@@ -108,7 +114,7 @@ def convert_checkpoint(
         ConfigError: options that contradict each other, the text or the model.
     """
     checkpoint = Checkpoint(source)
-    recipe = _recipe(checkpoint, options)
+    recipe = make_recipe(checkpoint, options)
     if destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{destination} lies in {source}; choose a folder outside of it")
     with _staging(destination) as staging:
@@ -145,27 +151,29 @@ def convert_checkpoint(
     return manifest
 
 
-def sequence_context(config: dict[str, Any], context: int | None) -> int:
-    """Tokens of a sequence: as asked, or a default that the model can take.
+def latent_rank(checkpoint: Checkpoint) -> int:
+    """Dims of the model's latent.
 
     Raises:
-        ConfigError: less than 2, or more positions than the model has.
+        CheckpointError: not a model with latent attention.
     """
-    limit = int(config.get("max_position_embeddings", DEFAULT_CONTEXT))
-    if context is None:
-        return min(DEFAULT_CONTEXT, limit)
-    if not 2 <= context <= limit:
-        raise ConfigError(f"context={context} is not in 2..{limit} (max_position_embeddings)")
-    return context
-
-
-def _recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     rank = checkpoint.config.get("kv_lora_rank")
     if not isinstance(rank, int):
         raise CheckpointError(
             f"{checkpoint.directory}/{CONFIG_NAME} has no kv_lora_rank: not a model with latent "
             "attention; give a DeepSeek-V2 or -V3 style checkpoint"
         )
+    return rank
+
+
+def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
+    """What to find for every layer.
+
+    Raises:
+        CheckpointError: not a model with latent attention.
+        ConfigError: options that contradict each other or the model.
+    """
+    rank = latent_rank(checkpoint)
     quantized = checkpoint.block_fp8 is not None  # raises for formats that we do not know
     if options.dtype is not None and quantized:
         raise ConfigError(
@@ -173,8 +181,15 @@ def _recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
             "format; leave --dtype out"
         )
     plan = ShardPlan(rank, options.groups, options.core_dims)
+    if options.learning_steps < 1:
+        raise ConfigError(f"learning_steps={options.learning_steps} must be at least 1")
     recipe = Recipe(
-        plan, options.method, options.logit_scale, options.seed, _alignment(plan, options)
+        plan=plan,
+        method=options.method,
+        logit_scale=options.logit_scale,
+        seed=options.seed,
+        alignment=_alignment(plan, options),
+        learning_steps=options.learning_steps,
     )
     if recipe.needs_text and options.calibration is None:
         raise ConfigError(
@@ -208,23 +223,34 @@ def _results(
         return calibrate_without_text(checkpoint, model.layers, heads, recipe), {
             "seed": recipe.seed
         }
-    context = sequence_context(checkpoint.config, options.context)
-    tokenizer = load_tokenizer(checkpoint.directory)
-    if options.max_tokens < 2:
-        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
-    sequences = read_sequences(
-        options.calibration, tokenizer, context, options.max_tokens, options.per_document
-    )
+    sequences = calibration_sequences(checkpoint, options)
     facts = {
         "path": options.calibration.name,
         "tokens": sum(part.shape[0] for part in sequences),
-        "context": context,
+        "context": sequence_context(checkpoint.config, options.context),
         "per_document": options.per_document,
         "queries_per_sequence": QUERIES_PER_SEQUENCE,
         "seed": recipe.seed,
         "compute_dtype": str(options.compute_dtype).removeprefix("torch."),
     }
     return calibrate_on_text(model, sequences, recipe), facts
+
+
+def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) -> list[torch.Tensor]:
+    """Token ids ``[T]`` of each sequence of the calibration text.
+
+    Raises:
+        ConfigError: no text, or one that cannot be used.
+    """
+    if options.calibration is None:
+        raise ConfigError("calibration=None, but this needs text; give --calibration PATH")
+    if options.max_tokens < 2:
+        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
+    context = sequence_context(checkpoint.config, options.context)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    return read_sequences(
+        options.calibration, tokenizer, context, options.max_tokens, options.per_document
+    )
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Orthogonal bases of the latent: PCA, randomised Hadamard, identity.
 
+A learned basis begins at PCA's, see :mod:`tpla.convert.learned_rotation`.
+
 RMSNorm without a weight commutes with an orthogonal U (TPLA, Proposition 1), so any of these gives
 the same MLA model; they differ in how much a decode rank loses that sees one slice of the latent.
 
@@ -19,17 +21,18 @@ class Method(str, Enum):
     PCA = "pca"
     HADAMARD = "hadamard"
     IDENTITY = "identity"
+    LEARNED = "learned"
 
 
 def make_rotation(
     method: Method, rank: int, covariance_RR: torch.Tensor | None, seed: int
 ) -> torch.Tensor:
-    """Basis of one layer; column i is the direction of rotated dim i.
+    """Basis of one layer, for LEARNED where it begins; column i is the direction of dim i.
 
     Args:
         method: which basis.
         rank: R.
-        covariance_RR: second moment of the normalised latent, needed by PCA.
+        covariance_RR: second moment of the normalised latent, needed by PCA and LEARNED.
         seed: of the random signs of Hadamard.
 
     Returns:

@@ -8,6 +8,9 @@ prompt tokens included. With the latent's W_UK absorbed into the query, q~ = q_n
     GLA,  group j:  the same with mu = 1, for the j-th part of the heads only
     MLA:            one group
 
+To tell apart what slicing costs, evaluation can slice the latent's RMSNorm too, which decode never
+does (it normalises before it cuts), and can leave the softmax whole, see :class:`Sliced`.
+
 TPLA sums over groups; the values of the shared core count in group 0 alone, else they would be
 counted ``groups`` times. GLA (grouped latent attention) gives a head one slice and no sum, its row
 as wide as TPLA's.
@@ -19,6 +22,7 @@ Source: TPLA, equations 10-25; SnapMLA for the FP8 rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -28,6 +32,7 @@ from torch import nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
+from tpla.convert.layers import LayeredModel
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CORE_VALUE_GROUP, KVFormat, LatentLayout, ShardPlan
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
@@ -43,6 +48,18 @@ class Mode(str, Enum):
     TPLA = "tpla"
 
 
+class Sliced(str, Enum):
+    """What each group computes from its slice alone; ``softmax`` is what decode serves.
+
+    A sliced norm divides each slice of a token's latent by the slice's own root mean square and
+    multiplies it by that of the calibration text, the constant that the paper calibrates.
+    """
+
+    SOFTMAX = "softmax"
+    NORM = "norm"
+    BOTH = "both"
+
+
 @dataclass(frozen=True)
 class DecodeSpec:
     """One way to decode.
@@ -53,9 +70,12 @@ class DecodeSpec:
         kv_format: how rows are stored.
         prefill: positions below this are prefilled exactly.
         scored_from: an evaluation scores positions from here on; None: from ``prefill``.
+        aligned: whether TPLA uses fitted value projections where the checkpoint has them.
+        sliced: what is sliced; anything but the softmax is for TPLA in fp32 without a shared core.
 
     Raises:
-        ConfigError: MLA with groups, a negative prefill, or exact positions that are scored.
+        ConfigError: MLA with groups, a negative prefill, exact positions that are scored, or a
+            sliced norm where there is none.
     """
 
     mode: Mode
@@ -63,8 +83,22 @@ class DecodeSpec:
     kv_format: KVFormat
     prefill: int = 0
     scored_from: int | None = None
+    aligned: bool = True
+    sliced: Sliced = Sliced.SOFTMAX
 
     def __post_init__(self) -> None:
+        if self.sliced is not Sliced.SOFTMAX and (
+            self.mode is not Mode.TPLA
+            or self.kv_format is not KVFormat.FP32
+            or self.plan.core_dims
+            or self.aligned
+        ):
+            raise ConfigError(
+                f"sliced={self.sliced.value} with mode={self.mode.value}, "
+                f"core_dims={self.plan.core_dims}, kv_format={self.kv_format.value}, "
+                f"aligned={self.aligned}; a sliced norm is measured for tpla in fp32, without a "
+                "shared core and without fitted values"
+            )
         if self.mode is Mode.MLA and self.plan.groups != 1:
             raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
         if self.prefill < 0:
@@ -136,6 +170,7 @@ class SlicedAttention:
         spec: how to decode.
         scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
         values_GHWV: fitted value projections of TPLA's groups; slices of W_UV where absent.
+        energies_G: mean square of each group's slice, where its norm is sliced.
 
     Raises:
         ConfigError: GLA with a number of heads that the groups do not divide.
@@ -147,6 +182,7 @@ class SlicedAttention:
         spec: DecodeSpec,
         scales_HG: torch.Tensor | None = None,
         values_GHWV: torch.Tensor | None = None,
+        energies_G: torch.Tensor | None = None,
     ) -> None:
         if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
             raise ConfigError(
@@ -156,7 +192,7 @@ class SlicedAttention:
         ones = torch.ones(attention.num_heads, spec.plan.groups)
         self.attention, self.spec = attention, spec
         self.scales_HG = ones if scales_HG is None else scales_HG
-        self.values_GHWV = values_GHWV
+        self.values_GHWV, self.energies_G = values_GHWV, energies_G
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
@@ -170,16 +206,23 @@ class SlicedAttention:
     def _sequence(self, x_TE: torch.Tensor, rotary: Any) -> torch.Tensor:
         seen = project(self.attention, x_TE, rotary)
         prefill = min(self.spec.prefill, x_TE.shape[0])
-        heads_HTV = torch.cat([self._exact(seen, prefill), self._decode(seen, prefill)], 1)
+        exact_HTV = self._exact(seen, 0, prefill)
+        if self.energies_G is not None:
+            seen = seen._replace(latent_TR=normalise_slices(seen.latent_TR, self.energies_G))
+        if self.spec.sliced is Sliced.NORM:
+            decoded_HTV = self._exact(seen, prefill, x_TE.shape[0])
+        else:
+            decoded_HTV = self._decode(seen, prefill)
+        heads_HTV = torch.cat([exact_HTV, decoded_HTV], 1)
         output_TE: torch.Tensor = self.attention.o_proj(heads_HTV.transpose(0, 1).flatten(1))
         return output_TE
 
-    def _exact(self, seen: Projected, stop: int) -> torch.Tensor:
-        """Queries below ``stop``, unsliced: ``[H, stop, V]``."""
+    def _exact(self, seen: Projected, start: int, stop: int) -> torch.Tensor:
+        """Queries ``start..stop``, unsliced: ``[H, stop - start, V]``."""
         w_uk, w_uv = up_projections(self.attention)
         context_HQR = attend(
-            seen.q_nope_HTN[:, :stop] @ w_uk,
-            seen.q_rope_HTD[:, :stop],
+            seen.q_nope_HTN[:, start:stop] @ w_uk,
+            seen.q_rope_HTD[:, start:stop],
             seen.latent_TR[:stop],
             seen.rope_TD[:stop],
             self.attention.scaling,
@@ -266,6 +309,15 @@ def mask_future(logits_HQK: torch.Tensor, positions_Q: torch.Tensor) -> torch.Te
     return logits_HQK.masked_fill_(future_QK, float("-inf"))
 
 
+def normalise_slices(latent_TR: torch.Tensor, energies_G: torch.Tensor) -> torch.Tensor:
+    """Normalise each of G equal slices by itself, then give it the mean square ``energies_G``."""
+    slices_TGW = latent_TR.unflatten(-1, (len(energies_G), -1))
+    own_TG1 = slices_TGW.float().square().mean(-1, keepdim=True)
+    tiny = torch.finfo(torch.float32).tiny
+    factor_TG1 = (energies_G.to(own_TG1)[:, None] / own_TG1.clamp_min(tiny)).sqrt()
+    return (slices_TGW * factor_TG1.to(slices_TGW)).flatten(-2)
+
+
 def rank_dims(plan: ShardPlan, group: int) -> torch.Tensor:
     """Latent dims that ``group``'s rank stores: the core, then its slice."""
     start, stop = plan.slice_bounds(group)
@@ -277,6 +329,7 @@ def install(
     spec: DecodeSpec,
     scales: list[list[float]] | None = None,
     values_GHWV: torch.Tensor | None = None,
+    spectrum: list[float] | None = None,
 ) -> None:
     """Make a HuggingFace decoder layer decode by ``spec``.
 
@@ -285,17 +338,49 @@ def install(
         spec: how to decode.
         scales: the manifest's logit scales of this layer, ``[head][group]``; used by TPLA alone.
         values_GHWV: the layer's fitted value projections, likewise.
+        spectrum: the manifest's shares of energy along the layer's dims; needed by a sliced norm.
     """
     attention: Any = layer.self_attn
-    sliced = spec.mode is Mode.TPLA
-    scales_HG = torch.tensor(scales) if sliced and scales else None
-    attention.forward = SlicedAttention(attention, spec, scales_HG, values_GHWV if sliced else None)
+    tpla = spec.mode is Mode.TPLA
+    scales_HG = torch.tensor(scales) if tpla and scales else None
+    energies_G = None
+    if spec.sliced is not Sliced.SOFTMAX:
+        # The normalised latent's squares sum to R, so a slice's mean is its share times G.
+        shares_G = torch.tensor(spectrum).unflatten(0, (spec.plan.groups, -1)).sum(1)
+        energies_G = shares_G * spec.plan.groups
+    fitted = values_GHWV if tpla and spec.aligned else None
+    attention.forward = SlicedAttention(attention, spec, scales_HG, fitted, energies_G)
 
 
 def uninstall(layer: nn.Module) -> None:
     """Undo :func:`install`."""
     attention: Any = layer.self_attn
     attention.__dict__.pop("forward", None)
+
+
+def attention_error(model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor]) -> float:
+    """Squared error of an installed attention's output over the exact output's energy.
+
+    Args:
+        model: whose layer it is.
+        layer: a decoder layer with :func:`install` done; its ``prefill`` positions do not count.
+        hidden: inputs of the layer, ``[T, E]`` each.
+    """
+    attention = layer.self_attn
+    installed = attention.forward
+    start = installed.spec.prefill
+    error = energy = 0.0
+    for hidden_TE in hidden:
+        rotary = model.rotary(hidden_TE.shape[0])
+        x_BTE = layer.input_layernorm(hidden_TE)[None]
+        own_BTE, _ = installed(x_BTE, position_embeddings=rotary)
+        true_BTE, _ = type(attention).forward(
+            attention, x_BTE, position_embeddings=rotary, attention_mask=None
+        )
+        wrong_BTE = own_BTE[:, start:] - true_BTE[:, start:]
+        error += float(wrong_BTE.square().sum(dtype=torch.float64))
+        energy += float(true_BTE[:, start:].square().sum(dtype=torch.float64))
+    return error / max(energy, torch.finfo(torch.float64).tiny)
 
 
 def _rotate(

@@ -6,7 +6,7 @@ Shape suffixes: T tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ import torch
 from transformers import AutoTokenizer
 
 from tpla.core.errors import CheckpointError, ConfigError
+
+DEFAULT_CONTEXT = 2048
+
+HELD_OUT_EVERY = 4
+"""Of sequences that are also to be judged on, every fourth is not fitted."""
 
 _CHARS_PER_TOKEN = 16
 """No more characters than this a wanted token are read of a plain text."""
@@ -30,6 +35,20 @@ def load_tokenizer(directory: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(f"no usable tokenizer in {directory}: {first_line}") from error
+
+
+def sequence_context(config: dict[str, Any], context: int | None) -> int:
+    """Tokens of a sequence: as asked, or a default that the model can take.
+
+    Raises:
+        ConfigError: less than 2, or more positions than the model has.
+    """
+    limit = int(config.get("max_position_embeddings", DEFAULT_CONTEXT))
+    if context is None:
+        return min(DEFAULT_CONTEXT, limit)
+    if not 2 <= context <= limit:
+        raise ConfigError(f"context={context} is not in 2..{limit} (max_position_embeddings)")
+    return context
 
 
 def read_sequences(
@@ -70,6 +89,21 @@ def read_sequences(
     if not sequences:
         raise ConfigError(f"{path} holds {max_tokens - left} tokens; give a longer text")
     return sequences
+
+
+def hold_out(sequences: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Sequences (or what was made of them) to fit on, and those to judge by.
+
+    Raises:
+        ConfigError: too few for both.
+    """
+    if len(sequences) < HELD_OUT_EVERY:
+        raise ConfigError(
+            f"{len(sequences)} calibration sequences hold none out: every {HELD_OUT_EVERY}th is "
+            "kept to judge by; give more --max-tokens or text, or a smaller --context"
+        )
+    kept = [part for n, part in enumerate(sequences) if n % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    return kept, list(sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
 
 
 def _documents(path: Path, max_tokens: int) -> Iterator[str | list[dict[str, str]]]:

@@ -25,6 +25,9 @@ VALUES_TENSOR = "values"
 
 VALUES_FOLDER = "tpla_decode"
 
+REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
+"""The embedded model; it comes with a checkout, not with a wheel."""
+
 _SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 1 << 20
 _ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")

@@ -7,7 +7,9 @@ import sys
 
 COMMANDS = {
     "convert": ("tpla.convert.cli:convert", "rotate and shard a checkpoint for TPLA decode"),
-    "eval": ("tpla.convert.cli:evaluate", "measure what a converted checkpoint loses"),
+    "plan": ("tpla.convert.cli:plan", "choose how to shard by bytes or accuracy"),
+    "eval": ("tpla.convert.eval_cli:evaluate", "measure what a converted checkpoint loses"),
+    "report": ("tpla.convert.report_cli:report", "accuracy on one page, with pictures"),
     "worker": ("tpla.workers.cli:worker", "run a prefill or decode worker (SGLang + plug-in)"),
     "launch": ("tpla.workers.launch_cli:launch", "run workers and router on this host"),
     "router": ("tpla.server.cli:router", "run the HTTP endpoint and router"),

@@ -6,15 +6,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tpla.core.checkpoint import MANIFEST_NAME, Manifest
+from tpla.core.checkpoint import MANIFEST_NAME, REFERENCE_MODEL, Manifest
 from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
-
-REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
-"""The embedded model; it comes with a checkout, not with a wheel."""
 
 
 @dataclass(frozen=True)

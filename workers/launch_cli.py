@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.config import Mode
 from tpla.core.errors import TplaError
 from tpla.workers.deployment import (
-    REFERENCE_MODEL,
     DeploymentOptions,
     DeploymentPlan,
     plan_deployment,

@@ -7,7 +7,6 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -25,38 +24,19 @@ from tpla.convert.reference.conversations import (
     Question,
     draw_conversation,
     recall_question,
-    task_question,
 )
 from tpla.convert.reference.facts import Split
-from tpla.convert.reference.tokenizer import ANSWER_WEIGHT, encode_chats
-
-RECALL_DISTANCES = (100, 300, 600, 1000, 1500, 1900, 3000)  # tokens
-TASK_KINDS = (
-    "addition",
-    "subtraction",
-    "comparison",
-    "list",
-    "counting",
-    "copy",
-    "story",
-    "told_story",
-    "small_talk",
+from tpla.convert.reference.questions import (
+    NO_END,
+    RECALL_DISTANCES,
+    TASK_KINDS,
+    TEST_SEED,
+    Reply,
+    recall_questions,
+    summary,
+    task_questions,
 )
-TEST_SEED = 20_001
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the model said to a question."""
-
-    question: Question
-    text: str
-    prompt_tokens: int
-
-    @property
-    def exact(self) -> bool:
-        """The whole answer, and nothing after it."""
-        return self.text == self.question.answer
+from tpla.convert.reference.tokenizer import ANSWER_WEIGHT, encode_chats
 
 
 class HuggingFaceModel:
@@ -109,35 +89,7 @@ class HuggingFaceModel:
         end = self.tokenizer.eos_token_id
         stop = ids.index(end) if end in ids else len(ids)
         text: str = self.tokenizer.decode(ids[:stop])
-        return text if end in ids else text + " [no end]"
-
-
-def summary(replies: Sequence[Reply]) -> dict[str, object]:
-    """Share of exact answers, and the first wrong ones."""
-    wrong = [r for r in replies if not r.exact]
-    tokens = [r.prompt_tokens for r in replies]
-    return {
-        "questions": len(replies),
-        "exact": round(1 - len(wrong) / len(replies), 4),
-        "prompt_tokens": [min(tokens), max(tokens)],
-        "wrong": [
-            {
-                "asked": r.question.messages[-1].content[-120:],
-                "expected": r.question.answer,
-                "said": r.text,
-            }
-            for r in wrong[:3]
-        ],
-    }
-
-
-def recall_questions(model: HuggingFaceModel, distance: int, count: int) -> list[Question]:
-    """Held-out recall questions: three quarters over many turns, a quarter in one message."""
-    rng = Random(f"{TEST_SEED}/recall/{distance}")
-    return [
-        recall_question(rng, distance, model.count_tokens, in_one_message=n % 4 == 3)
-        for n in range(count)
-    ]
+        return text if end in ids else text + NO_END
 
 
 def encoded_chats(tokenizer: Tokenizer, seed: str, count: int) -> list[latent.EncodedChat]:
@@ -197,14 +149,12 @@ def score(
     model = HuggingFaceModel(folder, device)
     recall = {}
     for distance in RECALL_DISTANCES:
-        asked = recall_questions(model, distance, questions)
+        asked = recall_questions(model.count_tokens, distance, questions)
         recall[str(distance)] = summary(model.reply(asked, batch))
         typer.echo(f"recall {distance}: {recall[str(distance)]['exact']}")
     by_kind = {}
     for kind in TASK_KINDS:
-        rng = Random(f"{TEST_SEED}/{kind}")
-        replies = model.reply([task_question(rng, kind) for _ in range(questions)], batch)
-        by_kind[kind] = summary(replies)
+        by_kind[kind] = summary(model.reply(task_questions(kind, questions), batch))
         typer.echo(f"{kind}: {by_kind[kind]['exact']}")
     return {
         "dtype": "float32 from bf16 weights",

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import make_checkpoint, write_text
-from tpla.convert import cli, pipeline
+from tpla.convert import cli, eval_cli, pipeline
 from tpla.core.checkpoint import Manifest
 
 FIELDS = [
     *("mode", "groups", "core_dims", "method", "kv_format", "context", "prefill", "tokens"),
-    *("ppl", "kl", "top1", "scored_from"),
+    *("ppl", "kl", "top1", "scored_from", "alignment", "sliced"),
 ]
 
 
@@ -73,9 +73,12 @@ def test_eval_table_compares_the_modes(
     assert _run(monkeypatch, "eval", *arguments, "--json", out) == 0
     rows = json.loads(out.read_text())
     assert all(list(row) == FIELDS for row in rows)
-    assert [(row["mode"], row["prefill"], row["kv_format"]) for row in rows] == [
-        (mode, prefill, kv_format)
-        for mode in ("mla", "gla", "tpla")
+    assert [(row["mode"], row["alignment"], row["prefill"], row["kv_format"]) for row in rows] == [
+        (mode, alignment, prefill, kv_format)
+        for mode, alignment in (
+            *(("mla", "none"), ("gla", "none")),
+            *(("tpla", "values"), ("tpla", "none")),
+        )
         for prefill in (0, 50)
         for kv_format in ("fp32", "fp8")
     ]
@@ -174,7 +177,8 @@ def test_options_stay_as_documented(
     for option in (
         *("--groups", "--method", "--core-dims", "--calibration", "--logit-scale"),
         *("--max-tokens", "--context", "--per-document", "--dtype", "--seed"),
-        *("--device", "--compute-dtype"),
+        *("--device", "--compute-dtype", "--bytes-per-token", "--max-kl", "--kv-format"),
+        "--width-multiple",
     ):
         assert option in text
 
@@ -182,5 +186,5 @@ def test_options_stay_as_documented(
 def _run(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", [f"tpla {command}", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
-        {"convert": cli.convert, "eval": cli.evaluate}[command]()
+        {"convert": cli.convert, "eval": eval_cli.evaluate}[command]()
     return int(stop.value.code or 0)

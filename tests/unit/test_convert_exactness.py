@@ -46,7 +46,9 @@ def source_logits(source: Path) -> torch.Tensor:
 def test_logits_agree(
     source: Path, source_logits: torch.Tensor, text: Path, tmp_path: Path, method: Method
 ) -> None:
-    options = ConversionOptions(method=method, calibration=text, max_tokens=512, context=128)
+    options = ConversionOptions(
+        method=method, calibration=text, max_tokens=512, context=128, learning_steps=20
+    )
     convert_checkpoint(source, tmp_path / "out", options)
     difference = (logits_of(tmp_path / "out", some_ids()) - source_logits).abs().max()
     assert difference <= 1e-4

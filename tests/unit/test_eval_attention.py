@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 from tests.unit.checkpoints import LATENT, logits_of, make_checkpoint, some_ids
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
-from tpla.convert.sliced_attention import DecodeSpec, Mode, install, project, uninstall
+from tpla.convert.sliced_attention import (
+    DecodeSpec,
+    Mode,
+    Sliced,
+    install,
+    normalise_slices,
+    project,
+    uninstall,
+)
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
@@ -100,11 +108,36 @@ def test_a_coarser_cache_is_further_from_the_model(checkpoint: Path) -> None:
     assert errors[0] < 1e-5 < errors[1] < errors[2]
 
 
+@pytest.mark.parametrize("sliced", [Sliced.NORM, Sliced.BOTH])
+def test_the_norm_of_one_slice_is_the_norm(checkpoint: Path, sliced: Sliced) -> None:
+    layer, attention, x, rotary = _layer(checkpoint)
+    attention.kv_a_layernorm.weight.data.fill_(1)  # as conversion leaves it
+    spec = DecodeSpec(Mode.TPLA, ShardPlan(LATENT), KVFormat.FP32, 9, aligned=False, sliced=sliced)
+    with torch.no_grad():
+        exact, _ = attention(x[None], position_embeddings=rotary, attention_mask=None)
+        install(layer, spec, spectrum=[1 / LATENT] * LATENT)
+        output, _ = attention(x[None], position_embeddings=rotary)
+    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sliced_norm_sees_its_slice_alone() -> None:
+    latent, energies = torch.randn(5, 12), torch.tensor([2.0, 0.5, 0.25])
+    slices = normalise_slices(latent, energies).view(5, 3, 4)
+    torch.testing.assert_close(slices.square().mean(-1), energies.expand(5, 3))
+    assert torch.equal(slices.sign(), latent.view(5, 3, 4).sign())
+    louder = torch.cat([latent[:, :4], 3 * latent[:, 4:]], 1)
+    torch.testing.assert_close(normalise_slices(louder, energies).view(5, 3, 4), slices)
+
+
 def test_specs_that_make_no_sense_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="groups=1"):
         DecodeSpec(Mode.MLA, ShardPlan(64, 2), KVFormat.FP32)
     with pytest.raises(ConfigError, match="prefill=-1"):
         DecodeSpec(Mode.TPLA, ShardPlan(64, 2), KVFormat.FP32, -1)
+    with pytest.raises(ConfigError, match="sliced=norm with mode=tpla, core_dims=16"):
+        DecodeSpec(
+            Mode.TPLA, ShardPlan(64, 2, 16), KVFormat.FP32, aligned=False, sliced=Sliced.NORM
+        )
     layer, *_ = _layer(checkpoint)
     with pytest.raises(ConfigError, match="4 heads, 8 groups"):
         install(layer, DecodeSpec(Mode.GLA, ShardPlan(64, 8), KVFormat.FP32))

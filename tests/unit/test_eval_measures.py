@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 calibration=folder / "text.txt",
                 logit_scale=LogitScale.FIT,
                 context=CONTEXT,
+                learning_steps=20,
             ),
         )
     return folder
@@ -55,7 +56,7 @@ def rows(request: pytest.FixtureRequest, folder: Path) -> dict[tuple[str, int, s
     subject = Subject(folder / request.param.value)
     specs = table_specs(subject, CONTEXT)
     measured = evaluate_specs(subject, _held_out(folder), specs, CONTEXT)
-    return {(row.mode, row.prefill, row.kv_format): row for row in measured}
+    return {(row.name, row.prefill, row.kv_format): row for row in measured}
 
 
 def test_mla_is_the_yardstick(rows: dict[Any, EvalRow]) -> None:
@@ -79,6 +80,15 @@ def test_an_exact_prefill_helps(rows: dict[Any, EvalRow]) -> None:
 def test_fp8_costs_a_little(rows: dict[Any, EvalRow]) -> None:
     assert 0 < rows["mla", 0, "fp8"].kl < 0.02
     assert abs(rows["tpla", 0, "fp8"].kl - rows["tpla", 0, "fp32"].kl) < 0.02
+
+
+def test_what_is_sliced_can_be_told_apart(rows: dict[Any, EvalRow]) -> None:
+    for prefill in (0, 48):
+        norm, both = rows["tpla norm", prefill, "fp32"], rows["tpla both", prefill, "fp32"]
+        softmax = rows["tpla -align", prefill, "fp32"]
+        assert 0 < norm.kl < both.kl
+        assert softmax.kl < both.kl
+        assert (norm.alignment, norm.sliced) == ("none", "norm")
 
 
 def test_pca_loses_less_than_other_bases(folder: Path) -> None:

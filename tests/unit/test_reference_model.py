@@ -13,12 +13,8 @@ from tpla.convert.reference import latent
 from tpla.convert.reference.checkpoint import load_checkpoint
 from tpla.convert.reference.conversations import Message, draw_conversation, task_question
 from tpla.convert.reference.model import ModelShape
-from tpla.convert.reference.score import (
-    HuggingFaceModel,
-    encoded_chats,
-    recall_questions,
-    summary,
-)
+from tpla.convert.reference.questions import recall_questions, summary
+from tpla.convert.reference.score import HuggingFaceModel, encoded_chats
 from tpla.convert.reference.tokenizer import CHAT_TEMPLATE, encode_chats, render
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "reference_model"
@@ -113,7 +109,7 @@ def test_slicing_without_rotation_hurts_and_pca_does_not(tokenizer: Tokenizer) -
 
 @pytest.mark.parametrize(("distance", "count"), [(150, 18), (1500, 2)])
 def test_recall_is_exact(hf_model: HuggingFaceModel, distance: int, count: int) -> None:
-    questions = recall_questions(hf_model, distance, count)
+    questions = recall_questions(hf_model.count_tokens, distance, count)
     figures = summary(hf_model.reply(questions, batch=2))
     assert figures["exact"] >= 0.9, figures["wrong"]
 

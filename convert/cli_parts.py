@@ -1,0 +1,83 @@
+"""What the commands of this package share: dtypes, devices, progress bars, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from tpla.convert.pipeline import Progress
+from tpla.core.errors import ConfigError, TplaError
+
+PER_DOCUMENT = "each document of a .jsonl begins a new sequence, as chats are served"
+
+
+class FloatType(str, Enum):
+    """Float dtypes that options take."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a result.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def check_device(name: str) -> str:
+    """Check a device name.
+
+    Raises:
+        ConfigError: torch does not know it, or this machine lacks it.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"device={name!r} cannot be used: {first_line}") from error
+    return name
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar for each stage on stderr, gone when done."""
+    with ProgressBar(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, object] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
+
+        yield advance
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command; errors of the user end it with one line and status 2."""
+    try:
+        app()
+    except TplaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

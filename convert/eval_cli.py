@@ -1,0 +1,184 @@
+"""``tpla eval``: what decoding with a sliced or quantised latent loses."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from tpla.convert import evaluate as evaluation
+from tpla.convert.cli_parts import (
+    PER_DOCUMENT,
+    FloatType,
+    check_device,
+    progress_bar,
+    run_app,
+    write_json,
+)
+from tpla.convert.endpoint_tasks import (
+    Endpoint,
+    EndpointResult,
+    TaskSet,
+    ask_endpoint,
+    check_comparable,
+    load_results,
+)
+from tpla.convert.sliced_attention import DecodeSpec, Mode
+from tpla.core.latent_layout import KVFormat
+
+_eval_app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Measure what decoding with a sliced or quantised latent loses.",
+)
+
+
+def evaluate() -> None:
+    """Run ``tpla eval``; errors of the user end it with one line and status 2."""
+    run_app(_eval_app)
+
+
+_Model = Annotated[Path, typer.Argument(help="converted checkpoint, or a plain one for mla")]
+_Text = Annotated[Path, typer.Option(help='text file, or .jsonl with "text" or "messages"')]
+_Context = Annotated[int, typer.Option(help="tokens of a sequence")]
+_Json = Annotated[Path | None, typer.Option("--json", help="write the result here")]
+_MaxTokens = Annotated[int, typer.Option(help="tokens of text at most")]
+_PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)]
+_Device = Annotated[str, typer.Option(help="where to compute")]
+_Dtype = Annotated[FloatType, typer.Option(help="dtype in which to compute")]
+
+
+@_eval_app.command("ppl")
+def _ppl(
+    model: _Model,
+    text: _Text,
+    mode: Annotated[Mode, typer.Option(help="attention of decode")] = Mode.TPLA,
+    kv_format: Annotated[KVFormat, typer.Option(help="format of the cache")] = KVFormat.FP32,
+    context: _Context = 2048,
+    prefill: Annotated[
+        int, typer.Option(help="positions below it are prefilled exactly and not scored")
+    ] = 0,
+    score_from: Annotated[
+        int | None, typer.Option(help="first position that is scored (default: prefill)")
+    ] = None,
+    out: _Json = None,
+    max_tokens: _MaxTokens = 65536,
+    per_document: _PerDocument = False,
+    device: _Device = "cpu",
+    dtype: _Dtype = FloatType.FLOAT32,
+) -> None:
+    """Perplexity, KL from the exact model and top-1 agreement of one way to decode."""
+    subject = evaluation.Subject(model, check_device(device), dtype.torch)
+    sequences = subject.sequences(text, context, max_tokens, per_document)
+    specs = [subject.spec(mode, kv_format, prefill, score_from)]
+    (row,) = _measure(subject, sequences, specs, context)
+    if out is not None:
+        write_json(out, asdict(row))
+
+
+@_eval_app.command("table")
+def _table(
+    model: _Model,
+    text: _Text,
+    context: _Context = 2048,
+    out: _Json = None,
+    max_tokens: _MaxTokens = 65536,
+    per_document: _PerDocument = False,
+    device: _Device = "cpu",
+    dtype: _Dtype = FloatType.FLOAT32,
+) -> None:
+    """MLA, GLA and TPLA; decode from the first token, and after a prefill of half the context.
+
+    Every row scores the second half.
+    """
+    subject = evaluation.Subject(model, check_device(device), dtype.torch)
+    sequences = subject.sequences(text, context, max_tokens, per_document)
+    specs = evaluation.table_specs(subject, context)
+    rows = _measure(subject, sequences, specs, context)
+    if out is not None:
+        write_json(out, [asdict(row) for row in rows])
+
+
+@_eval_app.command("tasks")
+def _tasks(
+    url: Annotated[
+        list[str], typer.Option(help="[LABEL=]http://HOST:PORT/v1; repeat it to compare modes")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="name to ask for (default: the first of each endpoint)")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="of each kind and recall distance")] = 20,
+    concurrency: Annotated[int, typer.Option(help="questions under way at once")] = 4,
+    timeout: Annotated[float, typer.Option(help="seconds for one answer")] = 120,
+    beside: Annotated[
+        list[Path] | None, typer.Option(help="earlier --json results, shown as more columns")
+    ] = None,
+    out: _Json = None,
+) -> None:
+    """Held-out questions, greedily, against running endpoints; status 1 if any went unanswered.
+
+    Recall at growing distance, sums, lists, copying, stories: what the embedded model knows.
+    """
+    earlier = [result for path in beside or [] for result in load_results(path)]
+    endpoints = [Endpoint.parse(each, model) for each in url]
+    tasks = TaskSet(questions)
+    with progress_bar() as progress:
+        asked = [
+            asyncio.run(ask_endpoint(each, tasks, concurrency, timeout, progress))
+            for each in endpoints
+        ]
+    results = [*earlier, *asked]
+    check_comparable(results)
+    print_tasks(results)
+    if out is not None:
+        write_json(out, {"endpoints": [asdict(result) for result in results]})
+    if any(result.failed for result in asked):
+        sys.exit(1)
+
+
+def _measure(
+    subject: evaluation.Subject,
+    sequences: Sequence[torch.Tensor],
+    specs: Sequence[DecodeSpec],
+    context: int,
+) -> list[evaluation.EvalRow]:
+    with progress_bar() as progress:
+        rows = evaluation.evaluate_specs(subject, sequences, specs, context, progress)
+    _print_table(rows)
+    return rows
+
+
+def _print_table(rows: Sequence[evaluation.EvalRow]) -> None:
+    columns = ("mode", "groups", "core", "kv", "prefill", "tokens", "ppl", "KL", "top-1")
+    # Narrow enough for 80 columns: rich shortens the figures of a table that is not.
+    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0), caption=f"basis: {rows[0].method}")
+    for row in rows:
+        table.add_row(
+            *(row.name, str(row.groups), str(row.core_dims), row.kv_format),
+            *(str(row.prefill), str(row.tokens)),
+            *(f"{row.ppl:.4f}", f"{row.kl:.6f}", f"{row.top1:.4f}"),
+        )
+    Console().print(table)
+
+
+def print_tasks(results: Sequence[EndpointResult]) -> None:
+    """One column of shares for each endpoint."""
+    table = Table("exact answers, %", "questions", *(r.label for r in results), box=SIMPLE)
+    for rows in zip(*(result.rows for result in results), strict=True):
+        shares = [
+            f"{100 * row.exact / row.questions:.1f}"
+            + (f" ({row.failed} failed)" if row.failed else "")
+            for row in rows
+        ]
+        table.add_row(rows[0].name, str(rows[0].questions), *shares)
+    Console().print(table)

@@ -1,0 +1,239 @@
+"""What a conversion costs in accuracy, as one Markdown page with pictures.
+
+Everything on it is read from results: manifests, rows of ``tpla eval table``, sweeps over plans
+(``tpla.benchmarks.accuracy``), answers of endpoints (``tpla eval tasks``). The figures of the paper
+stand beside ours as it prints them; its model and text are others, so ratios compare, not values.
+
+Source: TPLA, tables 1 and 2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpla.convert.endpoint_tasks import EndpointResult, load_results
+from tpla.convert.evaluate import EvalRow
+from tpla.convert.report_plots import draw_error_against_bytes, draw_spectrum
+from tpla.core.checkpoint import Manifest
+from tpla.core.errors import ConfigError
+
+PAGE = "report.md"
+_SWEEP_FIELDS = ("groups", "core_dims", "method", "alignment", "row_bytes")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's table 1: DeepSeek-V2-Lite, two groups.
+
+    Attributes:
+        title: what it is.
+        ours: :attr:`EvalRow.name` of our row.
+        separated: whether prefill is exact.
+        ppl: WikiText-2 perplexity; None where the paper has no such row.
+        average: of six tasks, per cent.
+    """
+
+    title: str
+    ours: str
+    separated: bool
+    ppl: float | None
+    average: float | None
+
+
+TABLE_1 = (
+    Published("MLA", "mla", False, 6.31, 61.75),
+    Published("GLA", "gla", False, 2212.0, 33.77),
+    Published("TPLA", "tpla -align", False, 7.24, 54.33),
+    Published("TPLA, aligned", "tpla", False, 6.51, 61.52),
+    Published("TPLA, exact prefill", "tpla -align", True, 6.31, 61.44),
+    Published("TPLA, aligned, exact prefill", "tpla", True, None, None),
+)
+ABLATION = (
+    Published("softmax sliced (served)", "tpla -align", False, None, None),
+    Published("RMSNorm sliced", "tpla norm", False, None, None),
+    Published("both sliced", "tpla both", False, None, None),
+)
+TABLE_2 = (("DeepSeek-V2-Lite", 28.90, 24.44), ("DeepSeek-V3", 58.19, 56.04))
+"""LongBench average of MLA, and of TPLA with two groups after an exact prefill."""
+
+
+@dataclass
+class Findings:
+    """What the page is made of; every part may be absent.
+
+    Attributes:
+        manifests: of converted checkpoints, by name.
+        evaluations: rows of ``tpla eval table``, by name.
+        sweeps: rows of ``tpla.benchmarks.accuracy``, by name.
+        tasks: answers of endpoints, by name.
+    """
+
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    evaluations: dict[str, list[EvalRow]] = field(default_factory=dict)
+    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tasks: dict[str, list[EndpointResult]] = field(default_factory=dict)
+
+    def read(self, folder: Path) -> None:
+        """Add ``eval_*.json``, ``accuracy_*.json`` and ``tasks_*.json`` of a folder.
+
+        Raises:
+            ConfigError: a file is not what its name says.
+        """
+        for path in sorted(folder.glob("eval_*.json")):
+            self.evaluations[path.stem] = read_rows(path)
+        for path in sorted(folder.glob("accuracy_*.json")):
+            self.sweeps[path.stem] = _load(path)["rows"]
+        for path in sorted(folder.glob("tasks_*.json")):
+            self.tasks[path.stem] = load_results(path)
+
+
+def read_rows(path: Path) -> list[EvalRow]:
+    """Rows that ``tpla eval table --json`` wrote, with or without a benchmark's header.
+
+    Raises:
+        ConfigError: the file does not hold such rows.
+    """
+    document = _load(path)
+    try:
+        rows = document["rows"] if isinstance(document, dict) else document
+        return [EvalRow(**row) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no rows of this release's tpla eval table ({error}); write it again"
+        ) from error
+
+
+def write_report(folder: Path, findings: Findings) -> Path:
+    """Write the page and its pictures into ``folder``; returns the page's path.
+
+    Raises:
+        ConfigError: nothing to report, or no way to write or draw.
+    """
+    parts = [
+        *(part for name, each in findings.evaluations.items() for part in _evaluation(name, each)),
+        *(part for name, each in findings.tasks.items() for part in _answers(name, each)),
+    ]
+    if not (parts or findings.manifests or findings.sweeps):
+        raise ConfigError("nothing to report; give --model, and --text or --results")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in findings.sweeps.items():
+            draw_error_against_bytes(rows, folder / f"{name}.png")
+            parts += [f"## Error against bytes: {name}", f"![KL]({name}.png)", _sweep(rows)]
+        for name, manifest in findings.manifests.items():
+            draw_spectrum(manifest, folder / f"spectrum-{name}.png")
+            parts += [f"## Spectrum: {name}", _described(manifest)]
+            parts.append(f"![spectrum](spectrum-{name}.png)")
+        page = folder / PAGE
+        page.write_text("\n\n".join(["# Accuracy of TPLA decode", *parts]) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error}") from error
+    return page
+
+
+def _evaluation(name: str, rows: Sequence[EvalRow]) -> list[str]:
+    sliced = next((row for row in rows if row.groups > 1), rows[0])
+    title = f"{name}: {sliced.groups} groups, {sliced.core_dims} core dims, {sliced.method}"
+    note = (
+        f"{sliced.tokens} tokens, context {sliced.context}, positions from {sliced.scored_from} "
+        "scored. Perplexity as a ratio to exact MLA's; the paper: DeepSeek-V2-Lite, WikiText-2, "
+        "two groups. Scored positions decode in every row of ours. The paper's rows without an "
+        "exact prefill slice the RMSNorm, too."
+    )
+    parts = [f"## Table 1, {title}", note, _compared(TABLE_1, rows)]
+    if any(row.sliced != "softmax" for row in rows):
+        parts += [f"### What is sliced, {title}", _compared(ABLATION, rows)]
+    return parts
+
+
+def _compared(published: Sequence[Published], rows: Sequence[EvalRow]) -> str:
+    found = {(row.name, row.prefill > 0, row.kv_format): row for row in rows}
+    base = found["mla", False, "fp32"]
+    columns = ["", "paper: ppl ratio", "six tasks, %"]
+    formats = ("fp32", "fp8")
+    for kv_format in formats:
+        columns += [f"{kv_format}: ppl ratio", "KL", "top-1, %"]
+    lines = []
+    for line in published:
+        cells = [line.title, _ratio(line.ppl), "-" if line.average is None else f"{line.average}"]
+        for kv_format in formats:
+            row = found.get((line.ours, line.separated, kv_format))
+            cells += ["-"] * 3 if row is None else _figures(row, base)
+        lines.append(cells)
+    return _table(columns, lines)
+
+
+def _ratio(ppl: float | None) -> str:
+    """A published perplexity over published MLA's."""
+    exact = TABLE_1[0].ppl
+    return "-" if ppl is None or exact is None else f"{ppl / exact:.3f}"
+
+
+def _figures(row: EvalRow, base: EvalRow) -> list[str]:
+    return [f"{row.ppl / base.ppl:.4f}", f"{row.kl:.5f}", f"{100 * row.top1:.2f}"]
+
+
+def _answers(name: str, results: Sequence[EndpointResult]) -> list[str]:
+    """Exact answers through the serving path, beside the paper's long-context scores."""
+    columns = ["exact answers, %", "questions", *(result.label for result in results)]
+    lines = [
+        [rows[0].name, str(rows[0].questions)]
+        + [f"{100 * row.exact / row.questions:.1f}" for row in rows]
+        for rows in zip(*(result.rows for result in results), strict=True)
+    ]
+    paper = [
+        [model, f"{mla:.2f}", f"{tpla:.2f}", f"{tpla / mla:.3f}"] for model, mla, tpla in TABLE_2
+    ]
+    return [
+        f"## Table 2, {name}: answers through the serving path",
+        "The paper, LongBench average:",
+        _table(["model", "MLA", "TPLA, exact prefill", "ratio"], paper),
+        "Ours; recall is named by the least tokens between a fact and the question about it:",
+        _table(columns, lines),
+    ]
+
+
+def _sweep(rows: Sequence[dict[str, Any]]) -> str:
+    columns = [
+        "groups",
+        "core dims",
+        "method",
+        "alignment",
+        "bytes/token",
+        "of the whole row",
+        "KL",
+        "top-1",
+    ]
+    lines = []
+    for row in rows:
+        cells = [str(row[name]) for name in _SWEEP_FIELDS]
+        cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
+        lines.append(cells)
+    return _table(columns, lines)
+
+
+def _described(manifest: Manifest) -> str:
+    plan = manifest.plan
+    held = plan.latent_width / plan.kv_lora_rank
+    energies = [sum(shares[: plan.latent_width]) for shares in manifest.spectrum]
+    return (
+        f"{plan.groups} groups, {plan.core_dims} core dims: a rank stores {held:.1%} of the "
+        f"latent. Group 0's dims hold {min(energies):.1%} of the energy in the worst layer, "
+        f"{max(energies):.1%} in the best."
+    )
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [list(columns), ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); write it again") from error

@@ -1,0 +1,209 @@
+"""Plans chosen by bytes or by divergence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoints import LATENT, edit_config, make_checkpoint, write_text
+from tpla.convert import cli
+from tpla.convert.evaluate import Subject, evaluate_specs
+from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.planning import (
+    Budget,
+    Candidate,
+    PlanMeasure,
+    choose,
+    divide_by_layer,
+    list_candidates,
+    survey,
+)
+from tpla.convert.sliced_attention import Mode
+from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.core.checkpoint import Manifest
+from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import KVFormat, ShardPlan
+
+CONTEXT = 64
+BUDGET = Budget(width_multiple=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and text of which every fourth document, and so sequence, is held out."""
+    folder = tmp_path_factory.mktemp("planning")
+    make_checkpoint(folder / "source")
+    text = write_text(folder / "text.txt", 16 * CONTEXT).read_text()
+    documents = [text[start : start + CONTEXT] for start in range(0, len(text), CONTEXT)]
+    _write(folder / "all.jsonl", documents)
+    _write(folder / "fitted.jsonl", [d for n, d in enumerate(documents) if n % 4 != 3])
+    _write(folder / "held_out.jsonl", documents[3::4])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path) -> ConversionOptions:
+    return ConversionOptions(
+        calibration=folder / "all.jsonl", context=CONTEXT, per_document=True, max_tokens=2000
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, options: ConversionOptions) -> list[Candidate]:
+    return survey(folder / "source", options, BUDGET, measured=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (1, [(0, 644)]),
+        (2, [(core, 388 + core // 2) for core in range(0, 512, 32)]),
+        (4, [(core, 260 + 3 * core // 4) for core in range(0, 512, 64)]),
+    ],
+)
+def test_candidates_of_deepseek_v3(
+    tmp_path: Path, groups: int, expected: list[tuple[int, int]]
+) -> None:
+    source = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    edit_config(source, kv_lora_rank=512, qk_rope_head_dim=64)
+    found = list_candidates(source, groups, Budget())
+    assert [(c.plan.core_dims, c.row_bytes) for c in found] == expected
+    assert all(c.plan.latent_width % 16 == 0 for c in found)
+
+
+def test_what_is_measured_is_what_a_conversion_loses(
+    folder: Path, options: ConversionOptions, measured: list[Candidate]
+) -> None:
+    candidate = measured[1]
+    converted = replace(
+        options, calibration=folder / "fitted.jsonl", core_dims=candidate.plan.core_dims
+    )
+    convert_checkpoint(folder / "source", folder / "out", converted)
+    subject = Subject(folder / "out")
+    tokenizer = load_tokenizer(folder / "source")
+    held_out = read_sequences(folder / "held_out.jsonl", tokenizer, CONTEXT, 2000, True)
+    spec = subject.spec(Mode.TPLA, KVFormat.FP8, CONTEXT // 2)
+    (row,) = evaluate_specs(subject, held_out, [spec], CONTEXT)
+    assert candidate.measure is not None
+    assert candidate.kl == pytest.approx(row.kl, rel=1e-3)
+    assert candidate.measure.top1 == pytest.approx(row.top1)
+
+
+def test_a_larger_core_costs_more_and_loses_less(measured: list[Candidate]) -> None:
+    assert [c.plan.core_dims for c in measured] == [0, 16, 32, 48]
+    assert [c.row_bytes for c in measured] == sorted({c.row_bytes for c in measured})
+    assert measured[-1].kl < measured[0].kl / 2
+    for candidate in measured:
+        assert candidate.measure is not None and len(candidate.measure.layer_errors) == 2
+    first, last = measured[0].measure, measured[-1].measure
+    assert first is not None and last is not None
+    assert sum(last.layer_errors) < sum(first.layer_errors)
+
+
+def test_bytes_choose_the_largest_plan_that_fits() -> None:
+    some = _candidates(0.3, 0.2, 0.1)
+    assert choose(some, Budget(bytes_per_token=some[1].row_bytes)) is some[1]
+    assert choose(some, Budget(bytes_per_token=some[2].row_bytes - 1)) is some[1]
+    assert choose(some, Budget(bytes_per_token=10**6)) is some[2]
+    with pytest.raises(ConfigError, match=f"bytes_per_token=9 .* {some[0].row_bytes} bytes"):
+        choose(some, Budget(bytes_per_token=9))
+
+
+def test_divergence_chooses_the_smallest_plan_that_meets_it() -> None:
+    some = _candidates(0.3, 0.2, 0.1)
+    assert choose(some, Budget(max_kl=0.25)) is some[1]
+    assert choose(some, Budget(max_kl=0.2, bytes_per_token=some[1].row_bytes)) is some[1]
+    with pytest.raises(ConfigError, match=r"at least 0\.100000 "):
+        choose(some, Budget(max_kl=0.05))
+    with pytest.raises(ConfigError, match=r"max_kl=0\.15"):
+        choose(some, Budget(max_kl=0.15, bytes_per_token=some[1].row_bytes))
+
+
+def test_bytes_go_to_the_layers_that_gain_most() -> None:
+    # Layer 0 gains 6 by the first step, 3 by the second; layer 1 gains 1 by each.
+    errors = ([10.0, 3.0], [4.0, 2.0], [1.0, 1.0])
+    some = [replace(c, measure=PlanMeasure(0, 1, 1, e)) for c, e in zip(
+        _candidates(0, 0, 0), errors, strict=True)]  # fmt: skip
+    assert divide_by_layer(some, some[0]) == (13.0, 13.0)
+    assert divide_by_layer(some, some[1]) == (6.0, 4.0)
+    assert divide_by_layer(some, some[2]) == (2.0, 2.0)
+
+
+def test_convert_takes_a_budget(
+    folder: Path, measured: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--calibration", folder / "all.jsonl", "--context", CONTEXT, "--per-document"]
+    common = [folder / "source", folder / "by-kl", *text, "--width-multiple", 8]
+    between = (measured[1].kl + measured[2].kl) / 2
+    assert _run(monkeypatch, "convert", *common, "--max-kl", between) == 0
+    assert Manifest.load(folder / "by-kl").plan.core_dims == 32
+    common[1] = folder / "by-bytes"
+    limit = measured[1].row_bytes
+    assert _run(monkeypatch, "convert", *common, "--bytes-per-token", limit) == 0
+    assert Manifest.load(folder / "by-bytes").plan == ShardPlan(LATENT, 2, 16)
+
+
+def test_plan_prints_what_it_costs_and_buys(
+    folder: Path,
+    measured: list[Candidate],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = ["--calibration", folder / "all.jsonl", "--context", CONTEXT, "--per-document"]
+    limits = ["--width-multiple", 8, "--bytes-per-token", measured[2].row_bytes]
+    out = folder / "plan.json"
+    assert _run(monkeypatch, "plan", folder / "source", *text, *limits, "--json", out) == 0
+    printed = capsys.readouterr().out
+    assert f"chosen: --groups 2 --core-dims 32, {measured[2].row_bytes} bytes" in printed
+    assert f"{measured[2].kl:.6f}" in printed
+    assert [row["measure"]["kl"] for row in json.loads(out.read_text())] == pytest.approx(
+        [c.kl for c in measured]
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("plan", ["--groups", "65"], "no plan of groups=65"),
+        ("plan", ["--groups", "0"], "no plan of groups=0"),
+        ("plan", ["--width-multiple", "0"], "width_multiple=0"),
+        ("plan", ["--bytes-per-token", "9"], "bytes_per_token=9"),
+        ("plan", ["--max-kl", "0.1"], "--calibration PATH"),
+        ("plan", ["--calibration", "all.jsonl"], "hold none out"),
+        ("convert", ["out2", "--core-dims", "0", "--max-kl", "1"], "contradict each other"),
+    ],
+)
+def test_bad_values_end_with_one_line_and_status_2(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    assert _run(monkeypatch, command, "source", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def _write(path: Path, documents: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def _candidates(*kls: float) -> list[Candidate]:
+    plans = [ShardPlan(LATENT, 2, 16 * n) for n in range(len(kls))]
+    return [
+        Candidate(plan, 100 + plan.latent_width, PlanMeasure(kl, 1.0, 1.0, [kl]))
+        for plan, kl in zip(plans, kls, strict=True)
+    ]
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [f"tpla {command}", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        {"convert": cli.convert, "plan": cli.plan}[command]()
+    return int(stop.value.code or 0)

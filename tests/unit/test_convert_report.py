@@ -1,0 +1,122 @@
+"""``tpla report``: what is on the page, and that it is what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoints import make_checkpoint, write_text
+from tpla.convert import report_cli
+from tpla.convert.endpoint_tasks import EndpointResult, TaskRow
+from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.report import Findings, read_rows, write_report
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    source = make_checkpoint(folder / "source")
+    options = ConversionOptions(calibration=write_text(folder / "text.txt", 600))
+    convert_checkpoint(source, folder / "converted", options)
+    write_text(folder / "held_out.txt", 300, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reported(folder: Path) -> Path:
+    out = folder / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        text = ["--text", folder / "held_out.txt", "--context", "100"]
+        assert _run(patch, out, "--model", folder / "converted", *text) == 0
+    return out
+
+
+def test_the_page_holds_what_was_measured(reported: Path) -> None:
+    page = (reported / "report.md").read_text()
+    rows = read_rows(reported / "eval_converted.json")
+    base = next(row for row in rows if (row.name, row.kv_format) == ("mla", "fp32"))
+    for title, name, prefill in (
+        ("| GLA |", "gla", 0),
+        ("| TPLA |", "tpla -align", 0),
+        ("| TPLA, aligned |", "tpla", 0),
+        ("| TPLA, aligned, exact prefill |", "tpla", 50),
+        ("| RMSNorm sliced |", "tpla norm", 0),
+        ("| both sliced |", "tpla both", 0),
+    ):
+        (line,) = [line for line in page.splitlines() if line.startswith(title)]
+        measured = [r for r in rows if (r.name, r.prefill) == (name, prefill)]
+        assert [row.kv_format for row in measured] == (
+            ["fp32"] if "sliced" in title else ["fp32", "fp8"]
+        )
+        for row in measured:
+            assert f"| {row.ppl / base.ppl:.4f} | {row.kl:.5f} | {100 * row.top1:.2f} |" in line
+    assert f"| TPLA, aligned | {6.51 / 6.31:.3f} | 61.52 |" in page
+    assert (reported / "spectrum-converted.png").read_bytes().startswith(PNG)
+    assert "](spectrum-converted.png)" in page
+
+
+def test_results_on_disk_make_the_same_tables(
+    folder: Path, reported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _run(monkeypatch, folder / "again", "--results", reported) == 0
+    first, second = (reported / "report.md").read_text(), (folder / "again/report.md").read_text()
+    assert _tables(second) == _tables(first.split("## Spectrum")[0])
+
+
+def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
+    sweep = [
+        {
+            **{"groups": 2, "core_dims": 0, "row_bytes": 132, "row_share": 0.673, "top1": 0.95},
+            **{"method": "pca", "alignment": alignment, "kl": kl},
+        }
+        for alignment, kl in (("none", 0.018), ("values", 0.012))
+    ]
+    results = [
+        EndpointResult(label, "m", 1.0, [TaskRow("recall", 3000, 20, exact, 0, 3100)])
+        for label, exact in (("mla", 20), ("tpla", 19))
+    ]
+    (tmp_path / "accuracy_x.json").write_text(json.dumps({"rows": sweep}))
+    document = {"endpoints": [asdict(result) for result in results]}
+    (tmp_path / "tasks_x.json").write_text(json.dumps(document))
+    findings = Findings()
+    findings.read(tmp_path)
+    page = write_report(tmp_path / "out", findings).read_text()
+    assert "| 2 | 0 | pca | values | 132 | 67.3% | 0.01200 | 95.00% |" in page
+    assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
+    assert "| DeepSeek-V3 | 58.19 | 56.04 | 0.963 |" in page
+    assert (tmp_path / "out" / "accuracy_x.png").read_bytes().startswith(PNG)
+
+
+def test_nothing_to_report_and_foreign_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(monkeypatch, tmp_path / "out") == 2
+    assert "nothing to report" in capsys.readouterr().err
+    (tmp_path / "eval_x.json").write_text('[{"mode": "mla"}]')
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
+    assert "eval_x.json holds no rows" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_matplotlib_is_loaded_only_to_draw() -> None:
+    modules = "tpla.convert.cli, tpla.convert.eval_cli, tpla.convert.report_cli"
+    script = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def _tables(page: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith("|")]
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["tpla report", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        report_cli.report()
+    return int(stop.value.code or 0)
