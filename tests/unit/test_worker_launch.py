@@ -12,7 +12,7 @@ from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan
 from tpla.workers import ports
 from tpla.workers.deployment import REFERENCE_MODEL, DeploymentOptions, plan_deployment
 from tpla.workers.devices import gpu_count
@@ -25,7 +25,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     scales = [[[1.0, 1.0]] * 4] * 2
     mark = fingerprint(directory)
-    Manifest(ShardPlan(64, 2), "identity", "one", scales, [], mark, mark).save(directory)
+    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], mark, mark).save(directory)
     return directory
 
 
@@ -80,7 +80,7 @@ def test_an_unconverted_checkpoint_says_how_to_convert_it(tmp_path: Path) -> Non
 
 def test_other_weights_than_the_manifest_describes_are_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
-    Manifest(ShardPlan(64, 2), "pca", "one", [], [], "0" * 64, "0" * 64).save(model)
+    Manifest(ModelPlan(64, 2, (0, 0)), "pca", "one", [], [], "0" * 64, "0" * 64).save(model)
     with pytest.raises(CheckpointError, match="convert the model again"):
         configure(options(model))
 
