@@ -32,7 +32,7 @@ from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
-from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
 
 PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
 VARIANTS = ["pca:none", "pca:values"]
@@ -107,14 +107,19 @@ def main(
         rows.append(measure(model, options, text, context, max_tokens))
     table = Table(*_COLUMNS)
     for row in rows:
-        table.add_row(*(f"{row[c]:.5g}" if isinstance(row[c], float) else str(row[c])
-                        for c in _COLUMNS))  # fmt: skip
+        table.add_row(*(_cell(name, row[name]) for name in _COLUMNS))
     console.print(table)
     if json_path is not None:
         document = {"header": header(), "model": model.name, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
         draw_error_against_bytes(rows, plot)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "core_dims":
+        return describe_core(value)
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

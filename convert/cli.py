@@ -146,7 +146,7 @@ def _convert(
     """
     options = ConversionOptions(
         groups=groups,
-        core_dims=parse_core_dims(core_dims or "0"),
+        core_dims=parse_core_dims("0" if core_dims is None else core_dims),
         method=method,
         logit_scale=logit_scale,
         calibration=calibration,
@@ -165,12 +165,13 @@ def _convert(
         raise ConfigError(
             f"--core-dims {core_dims} and a budget contradict each other; leave one of them out"
         )
+    choice = None
     with progress_bar() as progress:
         if budget.limited:
-            choice = choose_plan(src, options, budget, uniform, progress)
+            choice = choose_plan(src, options, budget, uniform, progress=progress)
             options = replace(options, core_dims=choice.chosen.plan.core_dims)
         manifest = convert_checkpoint(src, dst, options, progress)
-    if budget.limited:
+    if choice is not None:
         print_choice(choice)
     plan = manifest.plan
     print(
@@ -203,7 +204,8 @@ def _plan(
 ) -> None:
     """What every shared core costs in bytes and, with calibration text, in accuracy.
 
-    With a limit, names the plan that tpla convert would choose. Converts nothing.
+    With a limit, names the plan that tpla convert would choose, divided by layer where that
+    measures better. Converts nothing.
     """
     options = ConversionOptions(
         groups=groups,
@@ -219,16 +221,16 @@ def _plan(
         alignment=align,
     )
     budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
-    if not budget.limited:
-        with progress_bar() as progress:
-            candidates = survey(src, options, budget, progress, calibration is not None)
-        print_candidates(candidates)
-        document: dict[str, object] = {"candidates": [asdict(each) for each in candidates]}
-    else:
-        with progress_bar() as progress:
-            choice = choose_plan(src, options, budget, uniform, progress)
-        print_candidates(choice.candidates)
+    measured, choice = calibration is not None, None
+    with progress_bar() as progress:
+        if budget.limited:
+            choice = choose_plan(src, options, budget, uniform, measured, progress)
+            candidates = choice.candidates
+        else:
+            candidates = survey(src, options, budget, progress, measured)
+    print_candidates(candidates)
+    if choice is not None:
         print_choice(choice)
-        document = asdict(choice)
     if out is not None:
-        write_json(out, document)
+        rows = {"candidates": [asdict(each) for each in candidates]}
+        write_json(out, rows if choice is None else asdict(choice))

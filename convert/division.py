@@ -50,6 +50,7 @@ def choose_plan(
     options: ConversionOptions,
     budget: Budget,
     uniform: bool = False,
+    measured: bool = False,
     progress: Progress = lambda *_: None,
 ) -> Choice:
     """The plan for a budget, divided by layer where that measures better.
@@ -59,6 +60,7 @@ def choose_plan(
         options: how; their core_dims are what is looked for.
         budget: at least one limit; bytes are a rank's mean of a token and layer.
         uniform: whether all layers must have the same core.
+        measured: whether to measure where the choice does not need it, too.
         progress: called with stage, parts done, parts in all.
 
     Raises:
@@ -71,7 +73,7 @@ def choose_plan(
             f"bytes_per_token={budget.bytes_per_token}, max_kl={budget.max_kl}: dividing a budget "
             "by layer needs text to measure on; give --calibration PATH, or --uniform"
         )
-    candidates = survey(source, options, budget, progress, measured=divides)
+    candidates = survey(source, options, budget, progress, measured or divides)
     best = choose(candidates, budget)
     plans = _divisions(candidates, best, budget) if divides else []
     if not plans:

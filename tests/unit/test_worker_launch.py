@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan
 from tpla.workers import ports
-from tpla.workers.deployment import REFERENCE_MODEL, DeploymentOptions, plan_deployment
+from tpla.workers.deployment import (
+    REFERENCE_MODEL,
+    DeploymentOptions,
+    DeploymentPlan,
+    plan_deployment,
+)
 from tpla.workers.devices import gpu_count
 from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
 from tpla.workers.ports import free_ports
@@ -141,6 +147,23 @@ def test_the_embedded_model_is_prefilled_exactly_on_gpus(tmp_path: Path) -> None
         for worker in embedded
         if "--attention-backend" in worker.command
     ] == ["tpla_torch", "tpla_torch"]
+
+
+def test_the_embedded_model_has_cores_of_its_own_and_other_models_have_one(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"mode": Mode.TPLA, "groups": 2, "calibration": tmp_path / "text"}
+    layers = json.loads((REFERENCE_MODEL / "config.json").read_text())["num_hidden_layers"]
+    embedded = plan_deployment(deployment(tmp_path, model=REFERENCE_MODEL, **changes))
+    core_dims = _core_dims(embedded)
+    assert len(core_dims.split(",")) == layers
+    assert embedded.model.name == f"tpla-reference-g2-core{core_dims.replace(',', '-')}"
+    assert _core_dims(plan_deployment(deployment(tmp_path, **changes))) == "32"
+    asked = deployment(tmp_path, model=REFERENCE_MODEL, core_dims="16", **changes)
+    assert _core_dims(plan_deployment(asked)) == "16"
+
+
+def _core_dims(plan: DeploymentPlan) -> str:
+    (command,) = plan.conversion
+    return command[command.index("--core-dims") + 1]
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
