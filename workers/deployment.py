@@ -13,11 +13,11 @@ from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
-_REFERENCE_CORES = {2: "0,0,0,32,64,96"}
+_REFERENCE_CORES = {2: "0,0,0,32,64,96", 4: "0,0,0,64,64,64"}
 """The embedded model's shared cores, layer by layer, at the bytes of 32 dims in each: found by
-
 ``tpla plan deploy/reference_model --groups 2 --bytes-per-token 148 --calibration TEXT --max-tokens
-16384 --context 1024``, text from ``python -m tpla.convert.reference.text --documents 24``.
+16384 --context 1024``, for four groups with 124 bytes, text from ``python -m
+tpla.convert.reference.text --documents 24``.
 """
 
 

@@ -73,10 +73,10 @@ def test_results_on_disk_make_the_same_tables(
 def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     sweep = [
         {
-            **{"groups": 2, "core_dims": 0, "row_bytes": 132, "row_share": 0.673, "top1": 0.95},
+            **{"groups": 2, "core_dims": core, "row_bytes": 132, "row_share": 0.673, "top1": 0.95},
             **{"method": "pca", "alignment": alignment, "kl": kl},
         }
-        for alignment, kl in (("none", 0.018), ("values", 0.012))
+        for core, alignment, kl in ((0, "none", 0.018), (0, "values", 0.012), ([0, 32], "none", 1))
     ]
     results = [
         EndpointResult(label, "m", 1.0, [TaskRow("recall", 3000, 20, exact, 0, 3100)])
@@ -89,6 +89,7 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     findings.read(tmp_path)
     page = write_report(tmp_path / "out", findings).read_text()
     assert "| 2 | 0 | pca | values | 132 | 67.3% | 0.01200 | 95.00% |" in page
+    assert "| 2 | 0..32 | pca | none |" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
     assert "| DeepSeek-V3 | 58.19 | 56.04 | 0.963 |" in page
     assert (tmp_path / "out" / "accuracy_x.png").read_bytes().startswith(PNG)
