@@ -2,9 +2,10 @@
 
     python -m tpla.benchmarks.accuracy --calibration TRAIN --text HELD_OUT --json OUT --plot OUT.png
 
-Each plan, ``groups:core_dims``, is converted in each variant, ``method:alignment``, and evaluated
-with FP8 rows after an exact prefill of half the context. Figures: KL to exact MLA,
-perplexity, agreement; bytes of a row on one rank, and as a share of the whole latent's FP8 row.
+Each plan, ``groups:core_dims`` with one number or one for each layer, is converted in each variant,
+``method:alignment``, and evaluated with FP8 rows after an exact prefill of half the context.
+Figures: KL to exact MLA, perplexity, agreement; bytes of a row on one rank, mean over the layers,
+and as a share of the whole latent's FP8 row.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from tpla.benchmarks.transfer import header
 from tpla.convert.alignment import Alignment
+from tpla.convert.cli_parts import parse_core_dims
 from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.report_plots import draw_error_against_bytes
@@ -30,7 +32,7 @@ from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
 
 PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
 VARIANTS = ["pca:none", "pca:values"]
@@ -59,12 +61,15 @@ def measure(
         spec = subject.spec(Mode.TPLA, KVFormat.FP8, context // 2)
         (row,) = evaluate_specs(subject, sequences, [spec], context)
     rope = int(subject.model.config.qk_rope_head_dim)
-    sliced = LatentLayout(manifest.plan, 0, rope, KVFormat.FP8)
-    whole = LatentLayout(ShardPlan(manifest.plan.kv_lora_rank), 0, rope, KVFormat.FP8)
+    plan = manifest.plan
+    sliced = CacheLayout(plan, 0, rope, KVFormat.FP8)
+    unsliced = ModelPlan(plan.kv_lora_rank, 1, (0,) * plan.num_layers)
+    whole = CacheLayout(unsliced, 0, rope, KVFormat.FP8)
     return {
         **asdict(row),
-        "row_bytes": sliced.row_bytes,
-        "row_share": sliced.row_bytes / whole.row_bytes,
+        "row_bytes": sliced.token_bytes / plan.num_layers,
+        "row_share": sliced.token_bytes / whole.token_bytes,
+        "latent_share": plan.latent_share,
     }
 
 
@@ -72,7 +77,10 @@ def main(
     calibration: Annotated[Path, typer.Option(help="text to convert with")],
     text: Annotated[Path, typer.Option(help="text to evaluate on")],
     model: Annotated[Path, typer.Option(help="checkpoint to convert")] = REFERENCE_MODEL,
-    plan: Annotated[list[str] | None, typer.Option(help="GROUPS:CORE_DIMS, repeatable")] = None,
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(help="GROUPS:CORE_DIMS, one number or a comma-separated list; repeatable"),
+    ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="METHOD:ALIGNMENT, repeatable")] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     calibration_tokens: Annotated[int, typer.Option(help="to convert with, at most")] = 16384,
@@ -82,13 +90,13 @@ def main(
 ) -> None:
     """Measure every plan in every variant."""
     console, rows = Console(), []
-    plans = [tuple(map(int, each.split(":"))) for each in plan or PLANS]
+    plans = [each.split(":") for each in plan or PLANS]
     variants = [each.split(":") for each in variant or VARIANTS]
     work = [(plan, variant) for plan in plans for variant in variants]
     for (groups, core_dims), (method, alignment) in track(work, "plans", console=console):
         options = ConversionOptions(
-            groups=groups,
-            core_dims=core_dims,
+            groups=int(groups),
+            core_dims=parse_core_dims(core_dims),
             method=Method(method),
             calibration=calibration,
             max_tokens=calibration_tokens,
@@ -99,14 +107,19 @@ def main(
         rows.append(measure(model, options, text, context, max_tokens))
     table = Table(*_COLUMNS)
     for row in rows:
-        table.add_row(*(f"{row[c]:.5g}" if isinstance(row[c], float) else str(row[c])
-                        for c in _COLUMNS))  # fmt: skip
+        table.add_row(*(_cell(name, row[name]) for name in _COLUMNS))
     console.print(table)
     if json_path is not None:
         document = {"header": header(), "model": model.name, "rows": rows}
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
         draw_error_against_bytes(rows, plot)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "core_dims":
+        return describe_core(value)
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

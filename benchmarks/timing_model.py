@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import ModelPlan
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -51,6 +51,6 @@ def write_timing_model(name: str, groups: int, directory: Path, layers: int | No
         mark = fingerprint(folder)
         ones = [[1.0] * groups] * config["num_attention_heads"]
         scales = [ones] * config["num_hidden_layers"]
-        plan = ShardPlan(config["kv_lora_rank"], groups)
+        plan = ModelPlan(config["kv_lora_rank"], groups, (0,) * config["num_hidden_layers"])
         Manifest(plan, "identity", "one", scales, [], mark, mark).save(folder)
     return folder

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import TransferError
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
 from tpla.workers.transfer.pool_access import DecodePages, PrefillPages
 from tpla.workers.transfer.protocol import Identity, Pages, Reservation, Rows
@@ -48,7 +48,9 @@ from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 LAYERS, PAGE_SIZE, METADATA = 27, 64, bytes(64)
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
-LAYOUT = LatentLayout(ShardPlan(KV_LORA_RANK, 2), 0, QK_ROPE_HEAD_DIM, KVFormat.FP8)
+PLAN = ModelPlan(KV_LORA_RANK, 2, (0,) * LAYERS)
+LAYOUT = CacheLayout(PLAN, 0, QK_ROPE_HEAD_DIM, KVFormat.FP8)
+ROW_BYTES = LAYOUT.token_bytes // LAYERS
 TIMEOUTS = TransferTimeouts()
 _SPARE_PAGES = 4
 
@@ -95,14 +97,11 @@ class _ReadyRows(PrefillPages):
     def __init__(self, pages: int) -> None:
         super().__init__(_prefill_pool(0))
         generator = np.random.default_rng(0)
-        shape = (LAYERS, min(pages, 64) * PAGE_SIZE, LAYOUT.row_bytes)
-        self._rows = generator.integers(0, 256, shape, dtype=np.uint8)
+        size = min(pages, 64) * PAGE_SIZE * LAYOUT.token_bytes
+        self._rows = generator.integers(0, 256, size, dtype=np.uint8)
 
-    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
-        tokens = len(pages) * PAGE_SIZE
-        return self._rows.reshape(-1)[: LAYERS * tokens * layout.row_bytes].reshape(
-            LAYERS, tokens, layout.row_bytes
-        )
+    def read(self, pages: Pages, layout: CacheLayout) -> Rows:
+        return self._rows[: len(pages) * PAGE_SIZE * layout.token_bytes]
 
 
 class _Discard(DecodePages):
@@ -121,7 +120,7 @@ def _prefill_pool(pages: int) -> Any:
 
 
 def _decode_pool(pages: int) -> Any:
-    shape = (pages * PAGE_SIZE, 1, LAYOUT.row_bytes)
+    shape = (pages * PAGE_SIZE, 1, ROW_BYTES)
     buffers = [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)]
     return SimpleNamespace(kv_buffer=buffers, layer_num=LAYERS, page_size=PAGE_SIZE, layout=LAYOUT)
 
@@ -239,7 +238,7 @@ def main(
     """Measure, print a table, write JSON."""
     torch.set_num_threads(1)
     pages = tokens // PAGE_SIZE
-    total = pages * PAGE_SIZE * LAYERS * LAYOUT.row_bytes
+    total = pages * PAGE_SIZE * LAYOUT.token_bytes
     mla_bytes = 2 * (KV_LORA_RANK + QK_ROPE_HEAD_DIM)
     console = Console()
     measured = []
@@ -255,11 +254,11 @@ def main(
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(table)
     console.print(
-        f"bytes per token and layer on the wire to one rank: {LAYOUT.row_bytes} "
-        f"(bf16 MLA: {mla_bytes}, {mla_bytes / LAYOUT.row_bytes:.2f}x)"
+        f"bytes per token and layer on the wire to one rank: {ROW_BYTES} "
+        f"(bf16 MLA: {mla_bytes}, {mla_bytes / ROW_BYTES:.2f}x)"
     )
     if json_path is not None:
-        document = {"header": header(), "wire_row_bytes": LAYOUT.row_bytes,
+        document = {"header": header(), "wire_row_bytes": ROW_BYTES,
                     "bf16_mla_row_bytes": mla_bytes, "rows": rows}  # fmt: skip
         json_path.write_text(json.dumps(document, indent=1) + "\n")
 

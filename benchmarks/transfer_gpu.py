@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 
 from tpla.benchmarks.transfer import METADATA, TIMEOUTS, RoomEnd, identity
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer.group_plane import CHUNK_BYTES, GroupReceivingPlane, GroupSendingPlane
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
 from tpla.workers.transfer.pool_access import decode_pages, prefill_pages
@@ -61,11 +61,10 @@ class System:
     groups: int
     kv_format: KVFormat
 
-    @property
-    def layout(self) -> LatentLayout:
-        """Row of the first rank."""
-        plan = ShardPlan(KV_LORA_RANK, self.groups)
-        return LatentLayout(plan, 0, QK_ROPE_HEAD_DIM, self.kv_format, ROW_ALIGN)
+    def layout(self, layers: int) -> CacheLayout:
+        """Rows of the first rank."""
+        plan = ModelPlan(KV_LORA_RANK, self.groups, (0,) * layers)
+        return CacheLayout(plan, 0, QK_ROPE_HEAD_DIM, self.kv_format, ROW_ALIGN)
 
 
 SYSTEMS = (
@@ -92,7 +91,7 @@ class Setup:
 
     def nbytes(self, system: System, context: int) -> int:
         """Rows of a request."""
-        return self.pages(context) * PAGE_SIZE * self.layers * system.layout.row_bytes
+        return self.pages(context) * PAGE_SIZE * system.layout(self.layers).token_bytes
 
 
 def _prefill_pool(setup: Setup) -> Any:
@@ -105,11 +104,11 @@ def _prefill_pool(setup: Setup) -> Any:
     )
 
 
-def _decode_pool(setup: Setup, layout: LatentLayout) -> Any:
+def _decode_pool(setup: Setup, layout: CacheLayout) -> Any:
     slots = (setup.pages(max(setup.contexts)) + _SPARE_PAGES) * PAGE_SIZE
     buffers = [
-        torch.zeros((slots, 1, layout.row_bytes), dtype=torch.uint8, device=setup.target)
-        for _ in range(setup.layers)
+        torch.zeros((slots, 1, each.row_bytes), dtype=torch.uint8, device=setup.target)
+        for each in layout.layers
     ]
     return SimpleNamespace(
         kv_buffer=buffers, layer_num=setup.layers, page_size=PAGE_SIZE, layout=layout
@@ -119,7 +118,7 @@ def _decode_pool(setup: Setup, layout: LatentLayout) -> Any:
 def _decode_process(setup: Setup, system: System, port: int, pipe: Connection) -> None:
     """Reserve a room for each number of pages that is asked for."""
     torch.set_num_threads(1)
-    sink, events = decode_pages(_decode_pool(setup, system.layout)), RoomEnd()
+    sink, events = decode_pages(_decode_pool(setup, system.layout(setup.layers))), RoomEnd()
     plane: ReceivingPlane = MessageReceivingPlane(sink)
     if system.name == "nccl":
         plane = GroupReceivingPlane(sink, setup.backend, TIMEOUTS)

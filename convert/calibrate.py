@@ -42,7 +42,7 @@ from tpla.convert.sliced_attention import (
 )
 from tpla.convert.text import hold_out
 from tpla.core.errors import CheckpointError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan, ShardPlan
 
 LEARNING_STEPS = 400
 
@@ -52,7 +52,7 @@ class Recipe:
     """What to find for every layer.
 
     Attributes:
-        plan: how decode divides the latent.
+        plan: how decode divides the latent of each layer.
         method: which basis.
         logit_scale: which logit scales.
         seed: of random choices; layer i uses ``seed + i``.
@@ -60,7 +60,7 @@ class Recipe:
         learning_steps: of a learned basis.
     """
 
-    plan: ShardPlan
+    plan: ModelPlan
     method: Method
     logit_scale: LogitScale
     seed: int = 0
@@ -109,7 +109,7 @@ def calibrate_on_text(
     for index in range(model.layers):
         layer: Any = model.layer(index)
         rotated, energies = rotate_layer(model, layer, index, hidden, recipe)
-        scales_HG, values_GHWV = fit_decode(model, layer, hidden, recipe)
+        scales_HG, values_GHWV = fit_decode(model, layer, index, hidden, recipe)
         advance(model, layer, hidden)
         yield LayerResult(index, rotated, energies, scales_HG.tolist(), values_GHWV)
         # Freed before the next layer is read: a reference kept here would double the peak.
@@ -136,11 +136,14 @@ def rotate_layer(
 
 
 def fit_decode(
-    model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor], recipe: Recipe
+    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logit scales ``[H, G]`` and value projections ``[G, H, W, V]`` of a rotated layer."""
-    scales_HG = _measured_scales(model, layer, hidden, recipe)
-    return scales_HG, _aligned_values(model, layer, hidden, recipe, scales_HG)
+    plan = recipe.plan.layer(index)
+    scales_HG = _measured_scales(model, layer, hidden, recipe.logit_scale, plan)
+    if plan.groups == 1 or recipe.alignment is Alignment.NONE:
+        return scales_HG, None
+    return scales_HG, _aligned_values(model, layer, hidden, plan, scales_HG)
 
 
 @torch.no_grad()
@@ -165,7 +168,7 @@ def calibrate_without_text(
             scales_HG = energy_from_weights(
                 _key_projection(rotated, heads, checkpoint.config["qk_nope_head_dim"]),
                 rotation_RR.T @ covariance_RR @ rotation_RR,
-                recipe.plan,
+                recipe.plan.layer(index),
             )
         yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), scales_HG.tolist())
 
@@ -235,13 +238,13 @@ def _learned(
         (seen,) = _seen(model, layer, learnt_on[number : number + 1])
         return seen
 
-    seed = recipe.seed + index
-    turn_RR = learn_turn(weights, recipe.plan, len(learnt_on), read, recipe.learning_steps, seed)
+    seed, plan = recipe.seed + index, recipe.plan.layer(index)
+    turn_RR = learn_turn(weights, plan, len(learnt_on), read, recipe.learning_steps, seed)
     candidates = (principal_RR, principal_RR @ turn_RR)
     errors = []
     for rotation_RR in candidates:
         _set_basis(layer, source, rotation_RR)
-        scales_HG, values_GHWV = fit_decode(model, layer, learnt_on, recipe)
+        scales_HG, values_GHWV = fit_decode(model, layer, index, learnt_on, recipe)
         spec = DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32)
         install(layer, spec, scales_HG.tolist(), values_GHWV)
         errors.append(attention_error(model, layer, held_out))
@@ -250,30 +253,32 @@ def _learned(
 
 
 def _measured_scales(
-    model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor], recipe: Recipe
+    model: LayeredModel,
+    layer: Any,
+    hidden: Sequence[torch.Tensor],
+    logit_scale: LogitScale,
+    plan: ShardPlan,
 ) -> torch.Tensor:
     """Logit scales ``[H, G]`` of the rotated layer."""
     attention = layer.self_attn
-    if recipe.plan.groups == 1 or recipe.logit_scale is LogitScale.ONE:
-        return torch.ones(attention.num_heads, recipe.plan.groups)
-    statistics = LogitStatistics(attention.num_heads, recipe.plan, model.device)
+    if plan.groups == 1 or logit_scale is LogitScale.ONE:
+        return torch.ones(attention.num_heads, plan.groups)
+    statistics = LogitStatistics(attention.num_heads, plan, model.device)
     w_uk_HNR, _ = up_projections(attention)
     for seen in _seen(model, layer, hidden):
         statistics.update(seen, w_uk_HNR, attention.scaling)
-    return statistics.fit() if recipe.logit_scale is LogitScale.FIT else statistics.energy()
+    return statistics.fit() if logit_scale is LogitScale.FIT else statistics.energy()
 
 
 def _aligned_values(
     model: LayeredModel,
     layer: Any,
     hidden: Sequence[torch.Tensor],
-    recipe: Recipe,
+    plan: ShardPlan,
     scales_HG: torch.Tensor,
-) -> torch.Tensor | None:
-    """Value projections of decode ``[G, H, W, V]``, if the recipe fits them."""
-    plan, attention = recipe.plan, layer.self_attn
-    if plan.groups == 1 or recipe.alignment is Alignment.NONE:
-        return None
+) -> torch.Tensor:
+    """Value projections of decode ``[G, H, W, V]``, fitted."""
+    attention = layer.self_attn
     w_uk_HNR, w_uv_HVR = up_projections(attention)
     heads, value_dims, _ = w_uv_HVR.shape
     statistics = ValueStatistics(heads, value_dims, plan, model.device)

@@ -16,17 +16,19 @@ from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
     check_device,
+    parse_core_dims,
     progress_bar,
     run_app,
     write_json,
 )
+from tpla.convert.division import choose_plan
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.plan_tables import print_candidates, print_choice
-from tpla.convert.planning import WIDTH_MULTIPLE, Budget, choose, survey
+from tpla.convert.planning import WIDTH_MULTIPLE, Budget, survey
 from tpla.convert.rotation import Method
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat
+from tpla.core.latent_layout import KVFormat, describe_core
 
 _convert_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -76,18 +78,24 @@ _Seed = Annotated[int, typer.Option(help="of hadamard's basis and of a learned o
 _Device = Annotated[str, typer.Option(help="where calibration computes")]
 _ComputeDtype = Annotated[FloatType, typer.Option(help="dtype in which calibration computes")]
 _BytesPerToken = Annotated[
-    int | None, typer.Option(help="choose the largest core whose row, a token and layer, fits")
+    int | None,
+    typer.Option(
+        help="choose cores, divided by layer, whose row takes no more, mean over tokens and layers"
+    ),
 ]
 _MaxKl = Annotated[
     float | None,
     typer.Option(
         "--max-kl",
-        help="choose the smallest core whose KL to the exact model, on every fourth sequence of "
+        help="choose the smallest cores whose KL to the exact model, on every fourth sequence of "
         "the calibration text, is no larger",
     ),
 ]
 _KVFormat = Annotated[
     KVFormat, typer.Option("--kv-format", help="format of the rows that a budget is for")
+]
+_Uniform = Annotated[
+    bool, typer.Option("--uniform", help="a budget chooses one core for all layers")
 ]
 _WidthMultiple = Annotated[
     int, typer.Option(help="a budget chooses among widths that are multiples of it")
@@ -101,11 +109,16 @@ def _convert(
     groups: _Groups = 2,
     method: _Basis = Method.PCA,
     core_dims: Annotated[
-        int | None, typer.Option(help="leading dims of the basis that every group keeps [0]")
+        str | None,
+        typer.Option(
+            help="leading dims of the basis that every group keeps: one number, or one for each "
+            "layer as in 0,0,32 [0]"
+        ),
     ] = None,
     bytes_per_token: _BytesPerToken = None,
     max_kl: _MaxKl = None,
     kv_format: _KVFormat = KVFormat.FP8,
+    uniform: _Uniform = False,
     width_multiple: _WidthMultiple = WIDTH_MULTIPLE,
     calibration: _Calibration = None,
     logit_scale: _Scale = LogitScale.FIT,
@@ -133,7 +146,7 @@ def _convert(
     """
     options = ConversionOptions(
         groups=groups,
-        core_dims=core_dims or 0,
+        core_dims=parse_core_dims("0" if core_dims is None else core_dims),
         method=method,
         logit_scale=logit_scale,
         calibration=calibration,
@@ -152,16 +165,19 @@ def _convert(
         raise ConfigError(
             f"--core-dims {core_dims} and a budget contradict each other; leave one of them out"
         )
+    choice = None
     with progress_bar() as progress:
         if budget.limited:
-            chosen = choose(survey(src, options, budget, progress), budget)
-            options = replace(options, core_dims=chosen.plan.core_dims)
+            choice = choose_plan(src, options, budget, uniform, progress=progress)
+            options = replace(options, core_dims=choice.chosen.plan.core_dims)
         manifest = convert_checkpoint(src, dst, options, progress)
+    if choice is not None:
+        print_choice(choice)
     plan = manifest.plan
     print(
-        f"{dst}: {len(manifest.spectrum)} layers, {manifest.method}, {plan.groups} groups of "
-        f"{plan.slice_width} dims, {plan.core_dims} core dims, alignment {manifest.alignment}, "
-        f"fingerprint {manifest.fingerprint[:16]}"
+        f"{dst}: {plan.num_layers} layers, {manifest.method}, {plan.groups} groups, "
+        f"{describe_core(plan.core_dims)} core dims, a rank holds {plan.latent_share:.1%} of the "
+        f"latent, alignment {manifest.alignment}, fingerprint {manifest.fingerprint[:16]}"
     )
 
 
@@ -172,6 +188,7 @@ def _plan(
     bytes_per_token: _BytesPerToken = None,
     max_kl: _MaxKl = None,
     kv_format: _KVFormat = KVFormat.FP8,
+    uniform: _Uniform = False,
     width_multiple: _WidthMultiple = WIDTH_MULTIPLE,
     method: _Basis = Method.PCA,
     calibration: _Calibration = None,
@@ -187,7 +204,8 @@ def _plan(
 ) -> None:
     """What every shared core costs in bytes and, with calibration text, in accuracy.
 
-    With a limit, names the plan that tpla convert would choose. Converts nothing.
+    With a limit, names the plan that tpla convert would choose, divided by layer where that
+    measures better. Converts nothing.
     """
     options = ConversionOptions(
         groups=groups,
@@ -203,11 +221,16 @@ def _plan(
         alignment=align,
     )
     budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
+    measured, choice = calibration is not None, None
     with progress_bar() as progress:
-        candidates = survey(src, options, budget, progress, calibration is not None)
+        if budget.limited:
+            choice = choose_plan(src, options, budget, uniform, measured, progress)
+            candidates = choice.candidates
+        else:
+            candidates = survey(src, options, budget, progress, measured)
     print_candidates(candidates)
+    if choice is not None:
+        print_choice(choice)
     if out is not None:
-        write_json(out, [asdict(candidate) for candidate in candidates])
-    if budget.limited:
-        chosen = choose(candidates, budget)
-        print_choice(candidates, chosen)
+        rows = {"candidates": [asdict(each) for each in candidates]}
+        write_json(out, rows if choice is None else asdict(choice))

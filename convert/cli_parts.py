@@ -34,6 +34,21 @@ class FloatType(str, Enum):
         return dtype
 
 
+def parse_core_dims(text: str) -> int | tuple[int, ...]:
+    """One number for all layers, or a comma-separated list with one for each.
+
+    Raises:
+        ConfigError: neither.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"core_dims={text!r}: give one number, or one for each layer as in 0,0,32"
+        ) from error
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def write_json(path: Path, document: object) -> None:
     """Write a result.
 

@@ -33,7 +33,7 @@ from tpla.convert.endpoint_tasks import (
     load_results,
 )
 from tpla.convert.sliced_attention import DecodeSpec, Mode
-from tpla.core.latent_layout import KVFormat
+from tpla.core.latent_layout import KVFormat, describe_core
 
 _eval_app = typer.Typer(
     add_completion=False,
@@ -164,7 +164,7 @@ def _print_table(rows: Sequence[evaluation.EvalRow]) -> None:
     table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0), caption=f"basis: {rows[0].method}")
     for row in rows:
         table.add_row(
-            *(row.name, str(row.groups), str(row.core_dims), row.kv_format),
+            *(row.name, str(row.groups), describe_core(row.core_dims), row.kv_format),
             *(str(row.prefill), str(row.tokens)),
             *(f"{row.ppl:.4f}", f"{row.kl:.6f}", f"{row.top1:.4f}"),
         )

@@ -32,7 +32,7 @@ from tpla.core.checkpoint import (
     values_path,
 )
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan
 
 _ROWS_AT_ONCE = 256
 """Positions whose logits over the whole vocabulary are in memory together."""
@@ -48,7 +48,7 @@ class EvalRow:
     Attributes:
         mode: mla, gla or tpla.
         groups: latent groups.
-        core_dims: shared core dims.
+        core_dims: shared core dims, one number for all layers or one for each.
         method: rotation of the checkpoint.
         kv_format: cache format.
         context: tokens of a sequence.
@@ -64,7 +64,7 @@ class EvalRow:
 
     mode: str
     groups: int
-    core_dims: int
+    core_dims: int | list[int]
     method: str
     kv_format: str
     context: int
@@ -129,8 +129,8 @@ class Subject:
             CheckpointError: GLA or TPLA of a checkpoint that was not converted.
         """
         if mode is Mode.MLA:
-            rank = int(self.model.config.kv_lora_rank)
-            return DecodeSpec(mode, ShardPlan(rank), kv_format, prefill, scored_from)
+            whole = ModelPlan(int(self.model.config.kv_lora_rank), 1, (0,) * self.model.layers)
+            return DecodeSpec(mode, whole, kv_format, prefill, scored_from)
         manifest = self._manifest()
         aligned = aligned and mode is Mode.TPLA and manifest.aligned
         return DecodeSpec(
@@ -219,7 +219,7 @@ def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     variants: list[tuple[Mode, Sliced, bool]] = [(mode, Sliced.SOFTMAX, True) for mode in Mode]
     if subject.manifest is not None and subject.manifest.aligned:
         variants.append((Mode.TPLA, Sliced.SOFTMAX, False))
-    if subject.manifest is not None and not subject.manifest.plan.core_dims:
+    if subject.manifest is not None and not any(subject.manifest.plan.core_dims):
         variants += [(Mode.TPLA, sliced, False) for sliced in (Sliced.NORM, Sliced.BOTH)]
     return [
         subject.spec(mode, kv_format, prefill, scored_from, sliced, aligned)
@@ -338,7 +338,7 @@ def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
         groups=spec.plan.groups,
-        core_dims=spec.plan.core_dims,
+        core_dims=spec.plan.core,
         method=method,
         kv_format=spec.kv_format.value,
         context=context,

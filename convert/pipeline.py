@@ -52,7 +52,7 @@ from tpla.core.checkpoint import (
     values_path,
 )
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import ModelPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and of how many."""
@@ -67,7 +67,8 @@ class ConversionOptions:
 
     Attributes:
         groups: latent groups of decode.
-        core_dims: leading principal dims that every group keeps.
+        core_dims: leading principal dims that every group keeps: one number for all layers, or one
+            for each.
         method: basis of the latent.
         logit_scale: how logit scales are chosen.
         calibration: text, needed by ``pca`` and ``fit``.
@@ -83,7 +84,7 @@ class ConversionOptions:
     """
 
     groups: int = 2
-    core_dims: int = 0
+    core_dims: int | tuple[int, ...] = 0
     method: Method = Method.PCA
     logit_scale: LogitScale = LogitScale.FIT
     calibration: Path | None = None
@@ -180,7 +181,7 @@ def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
             f"dtype={options.dtype} for a block-FP8 checkpoint, which is written in its own "
             "format; leave --dtype out"
         )
-    plan = ShardPlan(rank, options.groups, options.core_dims)
+    plan = ModelPlan(rank, options.groups, _layers_core(checkpoint, options.core_dims))
     if options.learning_steps < 1:
         raise ConfigError(f"learning_steps={options.learning_steps} must be at least 1")
     recipe = Recipe(
@@ -200,7 +201,20 @@ def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     return recipe
 
 
-def _alignment(plan: ShardPlan, options: ConversionOptions) -> Alignment:
+def _layers_core(checkpoint: Checkpoint, core_dims: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Core dims of each layer."""
+    layers = int(checkpoint.config["num_hidden_layers"])
+    if isinstance(core_dims, int):
+        return (core_dims,) * layers
+    if len(core_dims) != layers:
+        raise ConfigError(
+            f"core_dims={','.join(map(str, core_dims))} is for {len(core_dims)} layers, the model "
+            f"has {layers}; give one number for each, or one for all"
+        )
+    return core_dims
+
+
+def _alignment(plan: ModelPlan, options: ConversionOptions) -> Alignment:
     if plan.groups == 1:
         return Alignment.NONE
     if options.alignment is None:

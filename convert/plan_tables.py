@@ -8,7 +8,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from tpla.convert.planning import Candidate, divide_by_layer
+from tpla.convert.division import Choice
+from tpla.convert.planning import Candidate
+from tpla.core.latent_layout import describe_core
 
 
 def print_candidates(candidates: Sequence[Candidate]) -> None:
@@ -17,8 +19,8 @@ def print_candidates(candidates: Sequence[Candidate]) -> None:
     losses = ("KL", "ppl ratio", "top-1") if candidates[0].measure else ()
     table = Table(*costs, *losses, box=SIMPLE)
     for candidate in candidates:
-        cells = [str(candidate.plan.core_dims), str(candidate.row_bytes)]
-        cells.append(f"{candidate.latent_share:.1%}")
+        cells = [describe_core(candidate.plan.core_dims), f"{candidate.row_bytes:g}"]
+        cells.append(f"{candidate.plan.latent_share:.1%}")
         if candidate.measure is not None:
             cells.append(f"{candidate.measure.kl:.6f}")
             cells += [f"{candidate.measure.ppl_ratio:.5f}", f"{candidate.measure.top1:.2%}"]
@@ -28,27 +30,34 @@ def print_candidates(candidates: Sequence[Candidate]) -> None:
         _print_layers(candidates)
 
 
-def print_choice(candidates: Sequence[Candidate], chosen: Candidate) -> None:
-    """The plan that a budget chose, and what a plan for each layer would buy beyond it."""
+def print_choice(choice: Choice) -> None:
+    """The plan that a budget chose, beside what else was measured for it."""
+    chosen, uniform = choice.chosen, choice.uniform
     plan = chosen.plan
+    core_dims = str(plan.core) if plan.is_uniform else ",".join(map(str, plan.core_dims))
     print(
-        f"chosen: --groups {plan.groups} --core-dims {plan.core_dims}, {chosen.row_bytes} bytes a "
-        f"token and layer on each rank, {chosen.latent_share:.1%} of the latent"
+        f"chosen: --groups {plan.groups} --core-dims {core_dims}, {chosen.row_bytes:g} bytes a "
+        f"token and layer on each rank, {plan.latent_share:.1%} of the latent"
     )
-    if chosen.measure is None:
-        return
-    print(f"measured KL to the exact model: {chosen.measure.kl:.6f}")
-    uniform, divided = divide_by_layer(candidates, chosen)
-    print(
-        f"summed layer errors: {uniform:.2e}; the same bytes divided by layer: {divided:.2e} "
-        "(not served: all layers share one plan)"
-    )
+    if chosen.measure is not None:
+        print(f"measured KL to the exact model: {chosen.kl:.6f}")
+    if chosen is not uniform:
+        print(
+            f"one core for all layers: {uniform.plan.core} dims, {uniform.row_bytes:g} bytes, KL "
+            f"{uniform.kl:.6f}"
+        )
+    elif choice.divisions:
+        least = min(choice.divisions, key=lambda candidate: candidate.kl)
+        print(
+            f"one core for all layers it stays: divided by layer, {least.row_bytes:g} bytes lose "
+            f"{least.kl:.6f}"
+        )
 
 
 def _print_layers(candidates: Sequence[Candidate]) -> None:
     """Error of each layer's attention output alone, in thousandths of its energy."""
     errors = [c.measure.layer_errors for c in candidates if c.measure is not None]
-    table = Table("layer", *(f"core {c.plan.core_dims}" for c in candidates), box=SIMPLE)
+    table = Table("layer", *(f"core {c.plan.core}" for c in candidates), box=SIMPLE)
     table.title = "error of attention's output, layer by layer, thousandths of its energy"
     for layer, row in enumerate(zip(*errors, strict=True)):
         table.add_row(str(layer), *(f"{1000 * error:.3f}" for error in row))

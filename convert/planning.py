@@ -1,6 +1,7 @@
 """Which shared core a budget allows: bytes of a cached row, or divergence from the exact model.
 
-For a number of groups the plans differ in ``core_dims`` alone. All of them are measured in one pass
+For a number of groups the plans differ in ``core_dims`` alone, here the same for all layers (how
+they are divided by layer: :mod:`~tpla.convert.division`). All of them are measured in one pass
 over the layers: the basis and the exact hidden states are the same for every plan, so a layer is
 read once, and only the fits and each plan's own hidden states are kept beside it. The KL is that of
 held-out sequences, every fourth of the calibration text, after an exact prefill
@@ -40,7 +41,7 @@ from tpla.convert.sliced_attention import (
 )
 from tpla.convert.text import hold_out, sequence_context
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 
 WIDTH_MULTIPLE = 16
 """Rank widths that Hopper's bulk copies of FP8 rows take."""
@@ -52,7 +53,8 @@ class Budget:
 
     Attributes:
         kv_format: format of the cached rows.
-        bytes_per_token: most bytes of a rank's row, one token and layer; None: no limit.
+        bytes_per_token: most bytes of a rank's row, one token and layer, mean over the layers;
+            None: no limit.
         max_kl: most mean KL to the exact model, nats; None: no limit.
         width_multiple: widths of a rank's latent are multiples of it.
 
@@ -99,18 +101,24 @@ class Candidate:
 
     Attributes:
         plan: the division of the latent.
-        row_bytes: a rank's row, one token and layer.
+        token_bytes: a rank's rows of one token, all layers.
         measure: what it loses.
     """
 
-    plan: ShardPlan
-    row_bytes: int
+    plan: ModelPlan
+    token_bytes: int
     measure: PlanMeasure | None = None
 
+    @classmethod
+    def of(cls, source: Path, plan: ModelPlan, kv_format: KVFormat) -> Candidate:
+        """A plan for a checkpoint, not measured."""
+        rope = int(Checkpoint(source).config["qk_rope_head_dim"])
+        return cls(plan, CacheLayout(plan, 0, rope, kv_format).token_bytes)
+
     @property
-    def latent_share(self) -> float:
-        """Share of the latent that a rank stores."""
-        return self.plan.latent_width / self.plan.kv_lora_rank
+    def row_bytes(self) -> float:
+        """A rank's row, one token and layer, mean over the layers."""
+        return self.token_bytes / self.plan.num_layers
 
     @property
     def kl(self) -> float:
@@ -127,15 +135,14 @@ def list_candidates(source: Path, groups: int, budget: Budget) -> list[Candidate
         ConfigError: there is no such plan.
     """
     checkpoint = Checkpoint(source)
-    rank, rope = latent_rank(checkpoint), int(checkpoint.config["qk_rope_head_dim"])
+    rank, layers = latent_rank(checkpoint), int(checkpoint.config["num_hidden_layers"])
     found = []
     for core_dims in range(rank if groups > 1 else 1):
         if groups < 1 or rank - core_dims < groups or (rank - core_dims) % groups:
             continue
-        plan = ShardPlan(rank, groups, core_dims)
-        if plan.latent_width % budget.width_multiple == 0:
-            row_bytes = LatentLayout(plan, 0, rope, budget.kv_format).row_bytes
-            found.append(Candidate(plan, row_bytes))
+        plan = ModelPlan(rank, groups, (core_dims,) * layers)
+        if plan.layer(0).latent_width % budget.width_multiple == 0:
+            found.append(Candidate.of(source, plan, budget.kv_format))
     if not found:
         raise ConfigError(
             f"no plan of groups={groups} divides kv_lora_rank={rank} into widths that are "
@@ -145,7 +152,7 @@ def list_candidates(source: Path, groups: int, budget: Budget) -> list[Candidate
 
 
 def choose(candidates: Sequence[Candidate], budget: Budget) -> Candidate:
-    """The plan for a budget: the least that meets ``max_kl``, else the most that fits the bytes.
+    """One core for all layers: the least that meets ``max_kl``, else the most that fits the bytes.
 
     Args:
         candidates: smallest core first; measured, where ``max_kl`` is given.
@@ -160,7 +167,7 @@ def choose(candidates: Sequence[Candidate], budget: Budget) -> Candidate:
     if not affordable:
         raise ConfigError(
             f"bytes_per_token={limit} is less than the smallest row of {groups} groups, "
-            f"{candidates[0].row_bytes} bytes; use more groups or another --kv-format"
+            f"{candidates[0].row_bytes:g} bytes; use more groups or another --kv-format"
         )
     if budget.max_kl is None:
         return affordable[-1]
@@ -170,7 +177,7 @@ def choose(candidates: Sequence[Candidate], budget: Budget) -> Candidate:
     least = min(affordable, key=lambda candidate: candidate.kl)
     raise ConfigError(
         f"max_kl={budget.max_kl:g} is out of reach: {groups} groups lose at least {least.kl:.6f} "
-        f"(core_dims={least.plan.core_dims}, {least.row_bytes} bytes); use fewer groups, more "
+        f"(core_dims={least.plan.core}, {least.row_bytes:g} bytes); use fewer groups, more "
         "bytes, more calibration text, or a larger --max-kl"
     )
 
@@ -218,7 +225,8 @@ def measure_candidates(
     if options.method is Method.LEARNED:
         raise ConfigError(
             "method=learned finds another basis for every plan, so plans cannot be measured in one "
-            "pass; plan with --method pca, then convert with --core-dims and --method learned"
+            "pass; plan with --method pca, then convert with --core-dims and --method learned, or "
+            "choose by bytes alone with --uniform"
         )
     prefill = sequence_context(checkpoint.config, options.context) // 2
     fitted, held_out = _split(calibration_sequences(checkpoint, options), prefill)
@@ -237,37 +245,12 @@ def measure_candidates(
         layer: Any = model.layer(index)
         rotate_layer(model, layer, index, calibration, trials[0].recipe)
         for trial in trials:
-            trial.advance(model, layer, calibration, exact)
+            trial.advance(model, layer, index, calibration, exact)
         advance(model, layer, calibration)
         advance(model, layer, exact)
     progress("layers", model.layers, model.layers)
     measures = _measures(model, held_out, trials, exact)
     return [replace(c, measure=measure) for c, measure in zip(candidates, measures, strict=True)]
-
-
-def divide_by_layer(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[float, float]:
-    """What plans of their own for each layer would buy at the chosen plan's bytes.
-
-    Layers take the next larger candidate in turn, each time where the error falls most, until all
-    of them together hold as many bytes as the chosen plan everywhere. Pool, wire and kernels serve
-    one plan for all layers; this says what that costs.
-
-    Returns:
-        Sum of the layers' errors under the chosen plan, and under the division found.
-    """
-    errors = [c.measure.layer_errors for c in candidates if c.measure is not None]
-    layers = range(len(errors[0]))
-    steps = [0 for _ in layers]
-    left = list(candidates).index(chosen) * len(steps)
-
-    def gain(layer: int) -> float:
-        step = steps[layer]
-        return errors[step][layer] - errors[step + 1][layer] if step + 1 < len(errors) else -1.0
-
-    for _ in range(left):
-        steps[max(layers, key=gain)] += 1
-    uniform = sum(errors[list(candidates).index(chosen)])
-    return uniform, sum(errors[steps[layer]][layer] for layer in layers)
 
 
 @dataclass
@@ -283,11 +266,12 @@ class _Trial:
         self,
         model: LayeredModel,
         layer: Any,
+        index: int,
         calibration: Sequence[torch.Tensor],
         exact: Sequence[torch.Tensor],
     ) -> None:
         """Fit decode of a rotated layer, note its error, replace the hidden states."""
-        scales_HG, values_GHWV = fit_decode(model, layer, calibration, self.recipe)
+        scales_HG, values_GHWV = fit_decode(model, layer, index, calibration, self.recipe)
         install(layer, self.spec, scales_HG.tolist(), values_GHWV)
         self.layer_errors.append(attention_error(model, layer, exact))
         advance_scored(model, layer, self.hidden, self.spec.prefill)
@@ -301,9 +285,8 @@ def _measures(
     exact: Sequence[torch.Tensor],
 ) -> list[PlanMeasure]:
     first = trials[0].spec
-    whole = DecodeSpec(
-        Mode.MLA, ShardPlan(first.plan.kv_lora_rank), KVFormat.FP32, first.first_scored
-    )
+    unsliced = ModelPlan(first.plan.kv_lora_rank, 1, (0,) * model.layers)
+    whole = DecodeSpec(Mode.MLA, unsliced, KVFormat.FP32, first.first_scored)
     specs, states = [trial.spec for trial in trials], [trial.hidden for trial in trials]
     base, *scores = score_states(model, held_out, [whole, *specs], exact, [None, *states])
     return [
@@ -317,7 +300,7 @@ def _measures(
     ]
 
 
-def _recipe(checkpoint: Checkpoint, options: ConversionOptions, plan: ShardPlan) -> Recipe:
+def _recipe(checkpoint: Checkpoint, options: ConversionOptions, plan: ModelPlan) -> Recipe:
     options = replace(options, groups=plan.groups, core_dims=plan.core_dims)
     return make_recipe(checkpoint, options)
 

@@ -20,9 +20,9 @@ from tpla.convert.evaluate import EvalRow
 from tpla.convert.report_plots import draw_error_against_bytes, draw_spectrum
 from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import describe_core
 
 PAGE = "report.md"
-_SWEEP_FIELDS = ("groups", "core_dims", "method", "alignment", "row_bytes")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def write_report(folder: Path, findings: Findings) -> Path:
 
 def _evaluation(name: str, rows: Sequence[EvalRow]) -> list[str]:
     sliced = next((row for row in rows if row.groups > 1), rows[0])
-    title = f"{name}: {sliced.groups} groups, {sliced.core_dims} core dims, {sliced.method}"
+    core = describe_core(sliced.core_dims)
+    title = f"{name}: {sliced.groups} groups, {core} core dims, {sliced.method}"
     note = (
         f"{sliced.tokens} tokens, context {sliced.context}, positions from {sliced.scored_from} "
         "scored. Perplexity as a ratio to exact MLA's; the paper: DeepSeek-V2-Lite, WikiText-2, "
@@ -210,7 +211,8 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
     ]
     lines = []
     for row in rows:
-        cells = [str(row[name]) for name in _SWEEP_FIELDS]
+        cells = [str(row["groups"]), describe_core(row["core_dims"]), row["method"]]
+        cells += [row["alignment"], f"{row['row_bytes']:g}"]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
         lines.append(cells)
     return _table(columns, lines)
@@ -218,10 +220,13 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
 
 def _described(manifest: Manifest) -> str:
     plan = manifest.plan
-    held = plan.latent_width / plan.kv_lora_rank
-    energies = [sum(shares[: plan.latent_width]) for shares in manifest.spectrum]
+    energies = [
+        sum(shares[: plan.layer(index).latent_width])
+        for index, shares in enumerate(manifest.spectrum)
+    ]
+    core = describe_core(plan.core_dims)
     return (
-        f"{plan.groups} groups, {plan.core_dims} core dims: a rank stores {held:.1%} of the "
+        f"{plan.groups} groups, {core} core dims: a rank stores {plan.latent_share:.1%} of the "
         f"latent. Group 0's dims hold {min(energies):.1%} of the energy in the worst layer, "
         f"{max(energies):.1%} in the best."
     )

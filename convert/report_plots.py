@@ -9,6 +9,7 @@ from typing import Any
 
 from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import describe_core
 
 
 def draw_spectrum(manifest: Manifest, picture: Path) -> None:
@@ -22,8 +23,10 @@ def draw_spectrum(manifest: Manifest, picture: Path) -> None:
     for layer, shares in enumerate(manifest.spectrum):
         axes.plot(range(1, len(shares) + 1), list(accumulate(shares)), label=f"layer {layer}")
     plan = manifest.plan
-    for group in range(plan.groups):
-        axes.axvline(plan.slice_bounds(group)[0], color="grey", linestyle=":", linewidth=1)
+    shards = {plan.layer(layer) for layer in range(plan.num_layers)}
+    starts = {shard.slice_bounds(group)[0] for shard in shards for group in range(plan.groups)}
+    for start in sorted(starts):
+        axes.axvline(start, color="grey", linestyle=":", linewidth=1)
     axes.set(
         xlabel=f"leading dims ({manifest.method})", ylabel="share of the latent's energy",
         ylim=(None, 1.0),
@@ -50,8 +53,11 @@ def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> N
         chosen = [row for row in rows if (row["method"], row["alignment"]) == variant]
         axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
                   label=f"{variant[0]}, alignment: {variant[1]}")  # fmt: skip
-    highest = {(row["groups"], row["core_dims"]): row for row in sorted(rows, key=_kl)}
-    for (groups, core_dims), row in highest.items():
+    highest = {
+        (row["groups"], describe_core(row["core_dims"]), row["row_bytes"]): row
+        for row in sorted(rows, key=_kl)
+    }
+    for (groups, core_dims, _), row in highest.items():
         axes.annotate(f"g={groups}, core {core_dims}", (row["row_share"], row["kl"]), (4, 4),
                       fontsize=7, textcoords="offset points")  # fmt: skip
     axes.set(yscale="log", xlabel="bytes of a rank's FP8 row / of the whole latent's",

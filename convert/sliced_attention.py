@@ -34,7 +34,14 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from tpla.convert.layers import LayeredModel
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import CORE_VALUE_GROUP, KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import (
+    CORE_VALUE_GROUP,
+    KVFormat,
+    LatentLayout,
+    ModelPlan,
+    ShardPlan,
+    describe_core,
+)
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
 _LOGITS_AT_ONCE = 2**22
@@ -66,7 +73,7 @@ class DecodeSpec:
 
     Attributes:
         mode: which attention.
-        plan: division of the latent; one group for MLA.
+        plan: division of every layer's latent; one group for MLA.
         kv_format: how rows are stored.
         prefill: positions below this are prefilled exactly.
         scored_from: an evaluation scores positions from here on; None: from ``prefill``.
@@ -79,7 +86,7 @@ class DecodeSpec:
     """
 
     mode: Mode
-    plan: ShardPlan
+    plan: ModelPlan
     kv_format: KVFormat
     prefill: int = 0
     scored_from: int | None = None
@@ -90,14 +97,14 @@ class DecodeSpec:
         if self.sliced is not Sliced.SOFTMAX and (
             self.mode is not Mode.TPLA
             or self.kv_format is not KVFormat.FP32
-            or self.plan.core_dims
+            or any(self.plan.core_dims)
             or self.aligned
         ):
+            core_dims = describe_core(self.plan.core_dims)
             raise ConfigError(
-                f"sliced={self.sliced.value} with mode={self.mode.value}, "
-                f"core_dims={self.plan.core_dims}, kv_format={self.kv_format.value}, "
-                f"aligned={self.aligned}; a sliced norm is measured for tpla in fp32, without a "
-                "shared core and without fitted values"
+                f"sliced={self.sliced.value} with mode={self.mode.value}, core_dims={core_dims}, "
+                f"kv_format={self.kv_format.value}, aligned={self.aligned}; a sliced norm is "
+                "measured for tpla in fp32, without a shared core and without fitted values"
             )
         if self.mode is Mode.MLA and self.plan.groups != 1:
             raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
@@ -166,7 +173,7 @@ class SlicedAttention:
     """Replacement for the ``forward`` of one attention module, see :func:`install`.
 
     Args:
-        attention: the HuggingFace module.
+        attention: the HuggingFace module; its layer's plan holds.
         spec: how to decode.
         scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
         values_GHWV: fitted value projections of TPLA's groups; slices of W_UV where absent.
@@ -191,6 +198,7 @@ class SlicedAttention:
             )
         ones = torch.ones(attention.num_heads, spec.plan.groups)
         self.attention, self.spec = attention, spec
+        self.plan = spec.plan.layer(attention.layer_idx)
         self.scales_HG = ones if scales_HG is None else scales_HG
         self.values_GHWV, self.energies_G = values_GHWV, energies_G
 
@@ -234,8 +242,7 @@ class SlicedAttention:
         w_uk, w_uv = up_projections(self.attention)
         query_HQR = seen.q_nope_HTN[:, start:] @ w_uk
         parts = [
-            self._group(seen, query_HQR, w_uv, group, start)
-            for group in range(self.spec.plan.groups)
+            self._group(seen, query_HQR, w_uv, group, start) for group in range(self.plan.groups)
         ]
         return torch.cat(parts) if self.spec.mode is Mode.GLA else torch.stack(parts).sum(0)
 
@@ -248,7 +255,7 @@ class SlicedAttention:
         start: int,
     ) -> torch.Tensor:
         """Share of one latent group, for all heads (GLA: for the group's heads)."""
-        plan, mode = self.spec.plan, self.spec.mode
+        plan, mode = self.plan, self.spec.mode
         dims = rank_dims(plan, group).to(query_HQR.device)
         latent_TW, rope_TD = self._rows(seen, group, dims)
         heads = slice(None)
@@ -272,9 +279,8 @@ class SlicedAttention:
         self, seen: Projected, group: int, dims_W: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents ``[T, W]`` and RoPE keys ``[T, D]`` of ``group``, as the cache returns them."""
-        layout = LatentLayout(
-            self.spec.plan, group, self.attention.qk_rope_head_dim, self.spec.kv_format
-        )
+        rope, kv_format = self.attention.qk_rope_head_dim, self.spec.kv_format
+        layout = LatentLayout(self.plan, group, rope, kv_format)
         packed = pack_rows(seen.latent_TR[:, dims_W], seen.rope_TD, layout)
         latent_TW, rope_TD = unpack_rows(packed, layout)
         return latent_TW.to(seen.latent_TR), rope_TD.to(seen.rope_TD)

@@ -13,10 +13,13 @@ from typing import Any
 import xxhash
 
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import ModelPlan
 
 MANIFEST_NAME = "tpla.json"
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
+_ONE_CORE_SCHEMA = 1
+"""Of releases whose plans have one ``core_dims`` for all layers; still read."""
+
 UNALIGNED = "none"
 """The ``alignment`` of a checkpoint whose decode uses slices of its own weights."""
 
@@ -38,7 +41,7 @@ class Manifest:
     """The content of ``tpla.json``.
 
     Attributes:
-        plan: how decode divides the latent.
+        plan: how decode divides the latent of each layer.
         method: the rotation, ``pca``, ``hadamard`` or ``identity``.
         logit_scale: how :attr:`logit_scales` were found, ``fit``, ``one`` or ``energy``.
         logit_scales: ``[layer][head][group]``, multiplies the part of a decode logit that comes
@@ -54,7 +57,7 @@ class Manifest:
         values_digest: :func:`values_digest` of the fitted value projections.
     """
 
-    plan: ShardPlan
+    plan: ModelPlan
     method: str
     logit_scale: str
     logit_scales: list[list[list[float]]]
@@ -107,13 +110,18 @@ class Manifest:
                 f"{path} is not JSON ({error}); convert the model again"
             ) from error
         schema = document.pop("schema", None) if isinstance(document, dict) else None
-        if schema != MANIFEST_SCHEMA:
+        if schema not in (_ONE_CORE_SCHEMA, MANIFEST_SCHEMA):
             raise CheckpointError(
-                f"{path} has schema {schema!r}, this release reads {MANIFEST_SCHEMA}; "
+                f"{path} has schema {schema!r}, this release reads {_ONE_CORE_SCHEMA} and "
+                f"{MANIFEST_SCHEMA}; "
                 "convert the model again"
             )
         try:
-            return cls(**{**document, "plan": ShardPlan(**document["plan"])})
+            plan = document["plan"]
+            if schema == _ONE_CORE_SCHEMA:
+                layers = len(document["logit_scales"])
+                plan = {**plan, "core_dims": [plan["core_dims"]] * layers}
+            return cls(**{**document, "plan": ModelPlan.from_dict(plan)})
         except (KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(
                 f"{path} is malformed ({error}); convert the model again"

@@ -1,8 +1,9 @@
 """Where every byte of a cached latent row lies, on every rank.
 
 A token of one layer is cached as one *row*: its latent (the rank's part of it), the RoPE key, and
-a scale when the latent is FP8. The pool, the wire and the kernels all take their offsets from
-:class:`LatentLayout`; they are computed nowhere else.
+a scale when the latent is FP8. The kernels take their offsets from :class:`LatentLayout`, one
+layer's row; pool and wire from :class:`CacheLayout`, all layers' rows. They are computed nowhere
+else.
 
 ===========  ==================  ===================  =========  ==========================
 format       latent              RoPE key             scale      bytes (latent r, RoPE d)
@@ -23,8 +24,10 @@ DeepSeek-V3 (r = 512, d = 64): MLA bf16 1152 B; SnapMLA fp8 644 B; TPLA fp8 with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from tpla.core.errors import ConfigError
@@ -109,6 +112,76 @@ class ShardPlan:
             raise ConfigError(f"group {group} is not in 0..{self.groups - 1}")
         start = self.core_dims + group * self.slice_width
         return start, start + self.slice_width
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A :class:`ShardPlan` for every layer, which differ in ``core_dims`` alone.
+
+    Attributes:
+        kv_lora_rank: width of the whole latent.
+        groups: latent groups.
+        core_dims: of each layer, leading dims that every group keeps.
+
+    Raises:
+        ConfigError: no layers, or a layer's latent cannot be divided so.
+    """
+
+    kv_lora_rank: int
+    groups: int
+    core_dims: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.core_dims:
+            raise ConfigError("core_dims=() names no layer; give one number for each")
+        for core_dims in set(self.core_dims):
+            ShardPlan(self.kv_lora_rank, self.groups, core_dims)
+
+    @classmethod
+    def uniform(cls, plan: ShardPlan, layers: int) -> ModelPlan:
+        """The same plan for each of ``layers``."""
+        return cls(plan.kv_lora_rank, plan.groups, (plan.core_dims,) * layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the plan is for."""
+        return len(self.core_dims)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are divided alike."""
+        return len(set(self.core_dims)) == 1
+
+    @property
+    def latent_share(self) -> float:
+        """Share of the latent that one rank stores, mean over the layers."""
+        widths = [self.layer(index).latent_width for index in range(self.num_layers)]
+        return sum(widths) / (self.num_layers * self.kv_lora_rank)
+
+    def layer(self, index: int) -> ShardPlan:
+        """Plan of one layer, counted from 0."""
+        return ShardPlan(self.kv_lora_rank, self.groups, self.core_dims[index])
+
+    def part(self, start: int, stop: int) -> ModelPlan:
+        """Plan of the layers ``[start, stop)`` alone, one pipeline stage's."""
+        return ModelPlan(self.kv_lora_rank, self.groups, self.core_dims[start:stop])
+
+    @property
+    def core(self) -> int | list[int]:
+        """Core dims for results: one number where layers are alike, else one for each."""
+        return self.core_dims[0] if self.is_uniform else list(self.core_dims)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelPlan:
+        """Rebuild a plan from plain values, ``core_dims`` as a list.
+
+        Raises:
+            ConfigError: a field is missing, unknown or out of range.
+        """
+        try:
+            return cls(**{**values, "core_dims": tuple(values["core_dims"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not a plan of a model: {values!r} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -213,24 +286,104 @@ class LatentLayout:
         """Bytes from one row to the next."""
         return _round_up(self.used_bytes, self.row_align)
 
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Layers of one cache whose rows are alike, and which travel as one array.
+
+    Attributes:
+        layout: their rows.
+        layers: their indices, ascending, counted from the cache's first layer.
+    """
+
+    layout: LatentLayout
+    layers: tuple[int, ...]
+
+    def shape(self, tokens: int) -> tuple[int, int, int]:
+        """``[layers, tokens, row_bytes]`` of the run's part of a payload."""
+        return len(self.layers), tokens, self.layout.row_bytes
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Bytes of every layer's rows on one rank, for pool and wire alike.
+
+    On the wire the rows of some tokens are the runs' arrays one behind another, each
+    ``[layers of the run, tokens, row_bytes of the run]``, without gaps.
+
+    Attributes:
+        plan: division of the latent, layer by layer.
+        group: this rank's latent group.
+        qk_rope_head_dim: RoPE dims, replicated on every rank.
+        kv_format: storage format.
+        row_align: rows are padded to a multiple of this many bytes.
+
+    Raises:
+        ConfigError: as :class:`LatentLayout`.
+    """
+
+    plan: ModelPlan
+    group: int
+    qk_rope_head_dim: int
+    kv_format: KVFormat
+    row_align: int = 4
+
+    def __post_init__(self) -> None:
+        assert self.layers  # makes them, which checks every field
+
+    @cached_property
+    def layers(self) -> tuple[LatentLayout, ...]:
+        """Row layout of each layer."""
+        common = self.group, self.qk_rope_head_dim, self.kv_format, self.row_align
+        plans = [self.plan.layer(index) for index in range(self.plan.num_layers)]
+        return tuple(LatentLayout(plan, *common) for plan in plans)
+
+    @cached_property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """Distinct row layouts in the order of their first layer, each with its layers."""
+        found: dict[LatentLayout, list[int]] = {}
+        for index, layout in enumerate(self.layers):
+            found.setdefault(layout, []).append(index)
+        return tuple(LayerRun(layout, tuple(layers)) for layout, layers in found.items())
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all layers."""
+        return sum(layout.row_bytes for layout in self.layers)
+
+    def parts(self, tokens: int) -> list[tuple[LayerRun, slice]]:
+        """Each run with the bytes that its rows of ``tokens`` take of a payload."""
+        found, start = [], 0
+        for run in self.runs:
+            stop = start + len(run.layers) * tokens * run.layout.row_bytes
+            found.append((run, slice(start, stop)))
+            start = stop
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the wire; :meth:`from_dict` is the inverse."""
         return {**asdict(self), "kv_format": self.kv_format.value}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LatentLayout:
+    def from_dict(cls, values: dict[str, Any]) -> CacheLayout:
         """Rebuild a layout that :meth:`to_dict` wrote.
 
         Raises:
             ConfigError: a field is missing, unknown or out of range.
         """
         try:
-            plan = ShardPlan(**values["plan"])
-            rest = {name: value for name, value in values.items() if name != "plan"}
-            rest["kv_format"] = KVFormat(rest["kv_format"])
-            return cls(plan=plan, **rest)
+            plan = ModelPlan.from_dict(values["plan"])
+            return cls(**{**values, "plan": plan, "kv_format": KVFormat(values["kv_format"])})
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"not a latent layout: {values!r} ({error})") from error
+            raise ConfigError(f"not a cache layout: {values!r} ({error})") from error
+
+
+def describe_core(core_dims: int | Sequence[int]) -> str:
+    """Core dims of a model for people: ``32``, or ``0..64`` where layers differ."""
+    if isinstance(core_dims, int):
+        return str(core_dims)
+    low, high = min(core_dims), max(core_dims)
+    return str(low) if low == high else f"{low}..{high}"
 
 
 def _round_up(value: int, multiple: int) -> int:

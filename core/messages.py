@@ -15,8 +15,8 @@ One connection a pair of ranks carries both directions::
       Ping(rooms)                      ──────>            keeps both leases alive
                         <──────  Pong(rooms)
 
-A Chunk's rows are ``[layers, tokens, row_bytes]`` in decode's own layout; with transfer ``zmq``
-they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
+A Chunk's rows lie as decode's own :class:`~tpla.core.latent_layout.CacheLayout` says; with transfer
+``zmq`` they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
 metadata of the first token. Digests are xxh3-64 of header and payload, or of header and a digest
 that the device made of the rows.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -35,7 +35,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True):
-    """Decode's offer, checked by prefill before any request."""
+    """Decode's offer, checked by prefill before any request.
+
+    Its fields stay the same from version to version, so that another version is refused by name.
+    """
 
     version: int
     instance_id: str

@@ -13,6 +13,13 @@ from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
+_REFERENCE_CORES = {2: "0,0,0,32,64,96"}
+"""The embedded model's shared cores, layer by layer, at the bytes of 32 dims in each: found by
+
+``tpla plan deploy/reference_model --groups 2 --bytes-per-token 148 --calibration TEXT --max-tokens
+16384 --context 1024``, text from ``python -m tpla.convert.reference.text --documents 24``.
+"""
+
 
 @dataclass(frozen=True)
 class DeploymentOptions:
@@ -28,7 +35,7 @@ class DeploymentOptions:
     model: Path
     mode: Mode
     groups: int
-    core_dims: int | None
+    core_dims: str | None
     kv_format: str | None
     transfer: str
     transfer_timeout: float
@@ -179,8 +186,10 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
             f"now, or run: tpla convert {options.model} DST --groups {options.groups} "
             "--calibration TEXT"
         )
-    core_dims = options.core_dims if options.core_dims is not None else default_core(options.groups)
-    name = f"{served_name(options.model)}-g{options.groups}-core{core_dims}"
+    core_dims = options.core_dims
+    if core_dims is None:
+        core_dims = default_core(options.model, options.groups)
+    name = f"{served_name(options.model)}-g{options.groups}-core{core_dims.replace(',', '-')}"
     target = options.state / "models" / name
     if (target / MANIFEST_NAME).is_file():
         return target, ()
@@ -190,15 +199,21 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
         generate = ("-m", "tpla.convert.reference.text", "--out", str(text), "--documents", "40")
         commands.append((sys.executable, *generate))
     convert = ("-m", "tpla.core.cli", "convert", str(options.model), str(target))
-    plan = ("--groups", str(options.groups), "--core-dims", str(core_dims))
+    plan = ("--groups", str(options.groups), "--core-dims", core_dims)
     calibration = ("--calibration", str(text), "--max-tokens", "8192", "--dtype", "float32")
     commands.append((sys.executable, *convert, *plan, *calibration))
     return target, tuple(commands)
 
 
-def default_core(groups: int) -> int:
-    """Shared core dims of the embedded model; with them its KL to exact MLA falls about tenfold."""
-    return 0 if groups == 1 else 32
+def default_core(model: Path, groups: int) -> str:
+    """Shared core dims of a conversion that ``tpla launch`` makes, as ``tpla convert`` takes them.
+
+    With 32 of them the embedded model's KL to exact MLA falls about tenfold, and once more where
+    the same bytes are divided by layer.
+    """
+    if model == REFERENCE_MODEL and groups in _REFERENCE_CORES:
+        return _REFERENCE_CORES[groups]
+    return "0" if groups == 1 else "32"
 
 
 def _check_groups(manifest: Manifest, options: DeploymentOptions) -> None:

@@ -16,7 +16,7 @@ from tpla.core.config.environment import (
     put,
 )
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import RankShard, ShardPlan
+from tpla.core.latent_layout import RankShard
 from tpla.workers.devices import resolve_device
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
@@ -165,8 +165,7 @@ def _check_manifest(model: Path, groups: int | None) -> int:
             f"--groups {groups}, but {model} was converted for {manifest.plan.groups}; "
             f"run: tpla convert SRC DST --groups {groups}"
         )
-    plan: ShardPlan = manifest.plan
-    return plan.groups
+    return manifest.plan.groups
 
 
 def _tp_size(arguments: tuple[str, ...]) -> int:

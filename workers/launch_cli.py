@@ -51,7 +51,11 @@ def _launch(
     mode: Annotated[Mode, typer.Option(help="what decode does with the latent")] = Mode.TPLA,
     groups: Annotated[int, typer.Option(help="latent groups; each decode TP is a multiple")] = 2,
     core_dims: Annotated[
-        int | None, typer.Option(help="shared core of a conversion made now [32]")
+        str | None,
+        typer.Option(
+            help="shared core of a conversion made now: one number, or one for each layer "
+            "[32; the embedded model's was chosen layer by layer]"
+        ),
     ] = None,
     kv_format: Annotated[str | None, typer.Option(help="fp8, bf16 or fp32 [fp8]")] = None,
     transfer: Annotated[

@@ -23,12 +23,12 @@ class Conversions:
     directory: Path
     calibration: Path
 
-    def of(self, source: Path, groups: int, core: int) -> Path:
-        """``source`` converted for ``groups`` and ``core``, made at most once."""
+    def of(self, source: Path, groups: int, core: str) -> Path:
+        """``source`` converted for ``groups`` and ``core`` dims, made at most once."""
         target = self.directory / f"{source.name}-g{groups}-core{core}"
         if not target.exists():
             command = [sys.executable, "-m", "tpla.core.cli", "convert", str(source), str(target)]
-            plan = ["--groups", str(groups), "--core-dims", str(core), "--dtype", "float32"]
+            plan = ["--groups", str(groups), "--core-dims", core, "--dtype", "float32"]
             text = ["--calibration", str(self.calibration), "--max-tokens", "8192"]
             subprocess.run([*command, *plan, *text], check=True, timeout=300)
         return target

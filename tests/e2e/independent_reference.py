@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 @dataclass(frozen=True)
 class Plan:
     groups: int
-    core: int
+    cores: list[int]  # [layer]
     scales: Any  # [layer][head][group]
     values: Any = None  # [layer][group, head, dims, value]
 
     @classmethod
     def of(cls, model: Path, sliced: bool, layers: int, heads: int) -> Plan:
         if not sliced:
-            return cls(1, 0, torch.ones(layers, heads, 1))
+            return cls(1, [0] * layers, torch.ones(layers, heads, 1))
         document = json.loads((model / "tpla.json").read_text())
         plan = document["plan"]
         values = None
@@ -59,13 +59,14 @@ class Attention:
 
     def __init__(self, module: Any, layer: int, plan: Plan, kv_format: str, rotate: Any) -> None:
         self.m, self.layer, self.plan, self.kv_format = module, layer, plan, kv_format
+        self.core = plan.cores[layer]
         self.rotate = rotate
         self.decoding = False
         self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def slices(self, rank: int) -> list[list[int]]:
-        width = (rank - self.plan.core) // self.plan.groups
-        starts = [self.plan.core + j * width for j in range(self.plan.groups)]
+        width = (rank - self.core) // self.plan.groups
+        starts = [self.core + j * width for j in range(self.plan.groups)]
         return [list(range(start, start + width)) for start in starts]
 
     def __call__(self, hidden_states: Any, position_embeddings: Any = None, **_: Any) -> Any:
@@ -91,7 +92,7 @@ class Attention:
         up = m.kv_b_proj.weight.view(heads, nope + value, rank)
         w_uk, w_uv = up[:, :nope], up[:, nope:]
         q_latent = torch.einsum("htn,hnr->htr", q_nope[0], w_uk)
-        core = list(range(self.plan.core))
+        core = list(range(self.core))
         parts = self.slices(rank)
         fresh = [stored(latent[:, core + part], k_rope[0, 0], self.kv_format) for part in parts]
         if not self.decoding:

@@ -33,7 +33,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(conversions: Conversions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    model = conversions.of(REFERENCE_MODEL, 2, 0)
+    model = conversions.of(REFERENCE_MODEL, 2, "0")
     with worker_set(tmp_path_factory.mktemp("logs")) as start_worker:
         yield _start(model, start_worker)
 
@@ -53,7 +53,7 @@ def _start(model: Path, start_worker: StartWorker) -> Fleet:
 
 
 def test_pages_of_64_serve_the_reference_tokens(fleet: Fleet, conversions: Conversions) -> None:
-    reference = Reference(conversions.of(REFERENCE_MODEL, 2, 0), "fp8")
+    reference = Reference(conversions.of(REFERENCE_MODEL, 2, "0"), "fp8")
     for prompt in chat_prompts(4, seed=8):
         expected = reference.generate(prompt, TOKENS, STOP)
         assert ask(fleet.sound, fleet.decode, prompt, TOKENS).ids == expected

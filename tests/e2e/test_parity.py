@@ -1,7 +1,8 @@
 """Greedy tokens of real prefill and decode workers equal the independent reference's.
 
 A fleet is one prefill worker and decode workers of different kinds that it feeds at the same time.
-The fleets together cover every row format, group count, core, rank count and page size.
+The fleets together cover every row format, group count, core, rank count and page size, and cores
+that differ by layer.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ RESERVE_LITTLE = ("--num-reserved-decode-tokens", "16")
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode worker."""
+    """One decode worker; ``core`` as ``tpla convert --core-dims`` takes it."""
 
     mode: str
     groups: int
-    core: int
+    core: str
     kv_format: str
     tp: int
     extra: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.mode}-g{self.groups}-core{self.core}-{self.kv_format}-tp{self.tp}"
+        core = self.core.replace(",", ".")
+        return f"{self.mode}-g{self.groups}-core{core}-{self.kv_format}-tp{self.tp}"
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ FLEETS = (
         1,
         16,
         (
-            Decode("tpla", 2, 0, "fp8", 2),
-            Decode("snapmla", 1, 0, "fp8", 1),
-            Decode("tpla", 4, 16, "bf16", 4),
+            Decode("tpla", 2, "0", "fp8", 2),
+            Decode("snapmla", 1, "0", "fp8", 1),
+            Decode("tpla", 4, "16", "bf16", 4),
         ),
     ),
     Fleet(
@@ -72,13 +74,15 @@ FLEETS = (
         (
             # A pool of 1280 tokens cannot hold the test's requests, and admission that reserves
             # little lets them in all the same: some are retracted and resumed.
-            Decode("tpla", 2, 16, "fp8", 2, ("--max-total-tokens", "1280", *RESERVE_LITTLE)),
-            Decode("mla", 1, 0, "fp32", 1),
-            Decode("tpla", 2, 32, "fp32", 4),
+            Decode("tpla", 2, "16", "fp8", 2, ("--max-total-tokens", "1280", *RESERVE_LITTLE)),
+            Decode("mla", 1, "0", "fp32", 1),
+            Decode("tpla", 2, "32", "fp32", 4),
         ),
     ),
     # DeepSeek-V3's shape: low-rank queries, mixture of experts, yarn RoPE.
-    Fleet(1, 16, (Decode("tpla", 2, 16, "fp8", 2),), "v3"),
+    Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 2),), "v3"),
+    # Every layer a width of its own, and two that share one.
+    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2),)),
 )
 
 
@@ -86,8 +90,8 @@ def _every_decode() -> list[Decode]:
     found = []
     for kv_format in ("fp32", "bf16", "fp8"):
         whole = "snapmla" if kv_format == "fp8" else "mla"
-        found += [Decode(whole, 1, 0, kv_format, tp) for tp in (1, 2, 4)]
-        for groups, core in ((2, 0), (2, 16), (4, 0), (4, 16)):
+        found += [Decode(whole, 1, "0", kv_format, tp) for tp in (1, 2, 4)]
+        for groups, core in ((2, "0"), (2, "16"), (4, "0"), (4, "16")):
             ranks = [tp for tp in (2, 4) if tp % groups == 0]
             found += [Decode("tpla", groups, core, kv_format, tp) for tp in ranks]
     return found
@@ -191,11 +195,14 @@ def test_nothing_is_held_when_idle_and_rows_have_their_true_size(fleet: Started)
         ask(fleet.prefill, worker, fleet.prompts(1)[0], 2)
         account = idle(worker)
         config = json.loads((fleet.models[decode] / "config.json").read_text())
-        rope = config["qk_rope_head_dim"]
-        width = (config["kv_lora_rank"] - decode.core) // decode.groups + decode.core
-        expected = {"fp32": 4 * (width + rope), "bf16": 2 * (width + rope)}
-        row_bytes = expected.get(decode.kv_format, width + 4 + 2 * rope)
-        assert account["row_bytes"] == row_bytes
+        rope, layers = config["qk_rope_head_dim"], config["num_hidden_layers"]
+        cores = [int(core) for core in decode.core.split(",")]
+        token_bytes = 0
+        for core in cores if len(cores) > 1 else cores * layers:
+            width = (config["kv_lora_rank"] - core) // decode.groups + core
+            expected = {"fp32": 4 * (width + rope), "bf16": 2 * (width + rope)}
+            token_bytes += expected.get(decode.kv_format, width + 4 + 2 * rope)
+        assert account["token_bytes"] == token_bytes
         wire = account["transfer"]["payload_bytes"] / account["transfer"]["tokens"]
-        assert wire == config["num_hidden_layers"] * row_bytes
+        assert wire == token_bytes
     idle(fleet.prefill)

@@ -32,12 +32,12 @@ Closing = Callable[[Any], Any]
 
 ROOM = 11
 FP8 = Cache(
-    page_size=64, layers=61, pages=60, kv_lora_rank=512, qk_rope_head_dim=64, row_align=16,
-    backend="nccl", chunk_bytes=16 << 20,
+    page_size=64, core_dims=(0, 64) * 30 + (0,), pages=60, kv_lora_rank=512, qk_rope_head_dim=64,
+    row_align=16, backend="nccl", chunk_bytes=16 << 20,
 )  # fmt: skip
 BF16 = Cache(
-    page_size=64, layers=61, pages=60, kv_lora_rank=512, qk_rope_head_dim=64, row_align=16,
-    backend="nccl", chunk_bytes=16 << 20, groups=1, kv_format=KVFormat.BF16,
+    page_size=64, core_dims=(0,) * 61, pages=60, kv_lora_rank=512, qk_rope_head_dim=64,
+    row_align=16, backend="nccl", chunk_bytes=16 << 20, groups=1, kv_format=KVFormat.BF16,
 )  # fmt: skip
 SOURCE, TARGET = list(range(FP8.pages)), list(reversed(range(FP8.pages)))
 LIMIT = PATIENCE.push + 2

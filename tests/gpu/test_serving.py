@@ -46,7 +46,7 @@ class Decode:
 
     mode: str
     groups: int
-    core: int
+    core: str
     kv_format: str
     tp: int
     transfer: str = "zmq"
@@ -61,15 +61,15 @@ class Decode:
 
 
 DECODES = (
-    Decode("snapmla", 1, 0, "fp8", 1),
-    Decode("mla", 1, 0, "bf16", 1),
-    Decode("mla", 1, 0, "bf16", 2),
-    Decode("tpla", 2, 0, "fp8", 2),
-    Decode("tpla", 2, 32, "bf16", 2),
-    Decode("tpla", 4, 32, "fp8", 4),
+    Decode("snapmla", 1, "0", "fp8", 1),
+    Decode("mla", 1, "0", "bf16", 1),
+    Decode("mla", 1, "0", "bf16", 2),
+    Decode("tpla", 2, "0", "fp8", 2),
+    Decode("tpla", 2, "32", "bf16", 2),
+    Decode("tpla", 4, "32", "fp8", 4),
     # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
-    Decode("snapmla", 1, 0, "fp8", 1, "nccl", first_gpu=1),
-    Decode("tpla", 2, 32, "fp8", 2, "nccl", first_gpu=1),
+    Decode("snapmla", 1, "0", "fp8", 1, "nccl", first_gpu=1),
+    Decode("tpla", 2, "32", "fp8", 2, "nccl", first_gpu=1),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from tests.kernels.decode_cases import DEVICE
 from tests.kernels.helper_cases import repair_conversions
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.kernels.ref.latent_attention import latent_attention
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 from tpla.kernels.ref.prepare_queries import prepare_queries
@@ -32,11 +32,12 @@ EPS = 1e-6
 
 
 class Step:
-    """One decode step of requests of ``LENGTHS`` tokens, the last of each new."""
+    """One decode step of requests of ``LENGTHS`` tokens, the last of each new, in layer 1."""
 
-    def __init__(self, layout: LatentLayout) -> None:
+    def __init__(self, cache: CacheLayout) -> None:
         torch.manual_seed(0)
-        self.layout = layout
+        self.cache = cache
+        self.layout = layout = cache.layers[1]
         batch, most = len(LENGTHS), 64
         pages = 1 + torch.randperm(batch * most // PAGE)
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).view(batch, most)
@@ -101,8 +102,9 @@ def make_backend(
         lambda *args, **kwargs: DecodeWorkspace(*args, multiprocessors=3, **kwargs),
     )
     pool = SimpleNamespace(
-        layout=step.layout, page_size=PAGE, device=DEVICE, rows=lambda layer: step.rows
-    )
+        layout=step.cache, layer_layout=step.cache.layers.__getitem__, page_size=PAGE,
+        device=DEVICE, rows=lambda layer: step.rows,
+    )  # fmt: skip
     return attention_backend_cuda.LatentDecodeBackend(
         SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=step.req_to_token, size=8),
@@ -113,11 +115,11 @@ def make_backend(
     )
 
 
-LAYOUT = LatentLayout(ShardPlan(RANK), 0, ROPE, KVFormat.FP8, row_align=16)
+CACHE = CacheLayout(ModelPlan(RANK, 1, (0, 0)), 0, ROPE, KVFormat.FP8, row_align=16)
 
 
 def test_a_prompt_on_a_decode_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make_backend(Step(LAYOUT), monkeypatch)
+    backend = make_backend(Step(CACHE), monkeypatch)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, name="EXTEND")
     with pytest.raises(ConfigError, match="prompts go to prefill"):
         backend.init_forward_metadata_out_graph(SimpleNamespace(forward_mode=mode))
@@ -125,7 +127,7 @@ def test_a_prompt_on_a_decode_worker_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_speculative_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--speculative-algorithm EAGLE"):
-        make_backend(Step(LAYOUT), monkeypatch, speculative_algorithm="EAGLE")
+        make_backend(Step(CACHE), monkeypatch, speculative_algorithm="EAGLE")
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
@@ -135,8 +137,10 @@ def test_a_step_stores_its_tokens_and_attends_to_all(
 ) -> None:
     from tpla.workers.sglang_plugin.attention_backend_cuda import Rotation
 
-    layout = LatentLayout(ShardPlan(RANK, groups, core), group, ROPE, kv_format, row_align=16)
-    step = Step(layout)
+    other_core = 0 if groups == 1 else 64
+    plan = ModelPlan(RANK, groups, (other_core, core))
+    step = Step(CacheLayout(plan, group, ROPE, kv_format, row_align=16))
+    layout = step.layout
     step.to_device()
     backend = make_backend(step, monkeypatch)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
@@ -149,8 +153,8 @@ def test_a_step_stores_its_tokens_and_attends_to_all(
     rotation = Rotation(step.length - 1, step.cos_sin, interleaved=True)
     norm = SimpleNamespace(weight=step.gamma, variance_epsilon=EPS)
     backend.init_forward_metadata_out_graph(batch)
-    backend.append(0, step.latent, norm, rotation, step.slot)
-    out = backend.attend(0, step.q, step.w_kc, rotation, 0.2)
+    backend.append(1, step.latent, norm, rotation, step.slot)
+    out = backend.attend(1, step.q, step.w_kc, rotation, 0.2)
 
     normed = step.latent[:, :RANK] * torch.rsqrt(
         step.latent[:, :RANK].square().mean(-1, keepdim=True) + EPS

@@ -20,7 +20,7 @@ import torch
 
 from tests.unit.transfer_pair import METADATA, Events, eventually
 from tpla.core.config import FaultPlan, TransferTimeouts
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.faults import FaultySendingPlane
 from tpla.workers.transfer.group_plane import GroupReceivingPlane, GroupSendingPlane
@@ -38,23 +38,27 @@ class Cache:
     """Both ranks' pools; the defaults need many chunks of :attr:`chunk_bytes`."""
 
     page_size: int = 4
-    layers: int = 3
     pages: int = 40
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
     groups: int = 2
     group: int = 0
-    core_dims: int = 0
+    core_dims: tuple[int, ...] = (0, 0, 0)
     kv_format: KVFormat = KVFormat.FP8
     row_align: int = 4
     backend: str = "gloo"
     chunk_bytes: int = 1 << 12
 
     @property
-    def layout(self) -> LatentLayout:
+    def layout(self) -> CacheLayout:
         """The decode rank's."""
-        plan = ShardPlan(self.kv_lora_rank, self.groups, self.core_dims)
-        return LatentLayout(plan, self.group, self.qk_rope_head_dim, self.kv_format, self.row_align)
+        plan = ModelPlan(self.kv_lora_rank, self.groups, self.core_dims)
+        return CacheLayout(plan, self.group, self.qk_rope_head_dim, self.kv_format, self.row_align)
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.core_dims)
 
     def identity(self, name: str) -> Identity:
         """Of either rank."""
@@ -74,9 +78,12 @@ class Cache:
 
     def decode_pool(self) -> Any:
         """Empty pages of the rank's rows."""
-        shape = (self.pages * self.page_size, 1, self.layout.row_bytes)
+        slots = self.pages * self.page_size
         device = "cuda:1" if self.backend == "nccl" else "cpu"
-        buffers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(self.layers)]
+        buffers = [
+            torch.zeros((slots, 1, each.row_bytes), dtype=torch.uint8, device=device)
+            for each in self.layout.layers
+        ]
         return self._pool(buffers, layout=self.layout)
 
     def _pool(self, buffers: list[torch.Tensor], **more: Any) -> Any:
@@ -99,7 +106,7 @@ class Prefill:
             plane = FaultySendingPlane(plane, fault)
         self.sender = PrefillSender(link, plane, cache.identity("p"), PATIENCE, self.events)
 
-    def rows(self, pages: list[int], layout: LatentLayout) -> Rows:
+    def rows(self, pages: list[int], layout: CacheLayout) -> Rows:
         """What a decode rank must hold of ``pages``."""
         return self.source.read(np.array(pages, np.int32), layout)
 
@@ -137,15 +144,23 @@ class Decode:
         self.receiver.reserve(room, Reservation(wanted, endpoint, (), ranks, 0))
 
     def holds(self, pages: list[int], rows: Rows) -> bool:
-        """Whether ``pages`` hold these rows, bit for bit."""
-        shape = (-1, self.pool.page_size, self.pool.layout.row_bytes)
-        stored = [buffer.view(shape)[pages].cpu().numpy() for buffer in self.pool.kv_buffer]
-        return np.array_equal(np.stack(stored).reshape(rows.shape), rows)
+        """Whether ``pages`` hold these rows, layer by layer, bit for bit."""
+        tokens = len(pages) * self.pool.page_size
+        for run, part in self.pool.layout.parts(tokens):
+            expected_YTB = rows[part].reshape(run.shape(tokens))
+            for layer, expected_TB in zip(run.layers, expected_YTB, strict=True):
+                buffer = self.pool.kv_buffer[layer]
+                by_page = buffer.view(-1, self.pool.page_size, run.layout.row_bytes)
+                stored_TB = by_page[pages].cpu().numpy().reshape(expected_TB.shape)
+                if not np.array_equal(stored_TB, expected_TB):
+                    return False
+        return True
 
     def written(self) -> list[int]:
         """Pages that hold anything."""
-        touched = self.pool.kv_buffer[0].view(-1, self.pool.page_size, self.pool.layout.row_bytes)
-        return touched.flatten(1).any(-1).nonzero().flatten().tolist()
+        buffer = self.pool.kv_buffer[0]
+        touched = buffer.view(-1, self.pool.page_size * buffer.shape[-1])
+        return touched.any(-1).nonzero().flatten().tolist()
 
     def close(self) -> None:
         """Stop the rank."""

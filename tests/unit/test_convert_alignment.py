@@ -27,7 +27,7 @@ from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import Mode, up_projections
 from tpla.core.checkpoint import MANIFEST_NAME, VALUES_TENSOR, Manifest, values_path
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan, ShardPlan
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "deploy" / "reference_model"
 OPTIONS = ConversionOptions(max_tokens=512, context=128, alignment=Alignment.VALUES)
@@ -43,14 +43,14 @@ def test_what_is_exact_stays_as_it_is(text: Path, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", duplicated=True)
     model = LayeredModel(Checkpoint(folder), torch.device("cpu"))
     recipe = Recipe(
-        ShardPlan(LATENT, 2), Method.IDENTITY, LogitScale.FIT, alignment=Alignment.VALUES
+        ModelPlan(LATENT, 2, (0, 0)), Method.IDENTITY, LogitScale.FIT, alignment=Alignment.VALUES
     )
     ids = torch.randint(0, 256, (128,), generator=torch.Generator().manual_seed(1))
     for result in calibrate_on_text(model, [ids], recipe):
         assert result.values_GHWV is not None
         _, w_uv_HVR = up_projections(model.layer(result.layer).self_attn)
         gamma_R = model.layer(result.layer).self_attn.kv_a_layernorm.weight
-        start = sliced_values(w_uv_HVR * gamma_R, recipe.plan)
+        start = sliced_values(w_uv_HVR * gamma_R, recipe.plan.layer(result.layer))
         fitted = result.values_GHWV.transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(fitted.float(), start, rtol=1e-3, atol=1e-4)
 

@@ -38,7 +38,7 @@ def converted(folder: Path) -> Path:
 
 def test_convert_writes_what_was_asked_for(converted: Path) -> None:
     manifest = Manifest.load(converted)
-    assert (manifest.plan.groups, manifest.plan.core_dims) == (2, 16)
+    assert (manifest.plan.groups, manifest.plan.core) == (2, 16)
     assert (manifest.method, manifest.logit_scale) == ("pca", "fit")
 
 

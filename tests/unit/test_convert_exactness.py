@@ -98,7 +98,7 @@ def test_the_manifest_describes_the_conversion(source: Path, text: Path, tmp_pat
     written = convert_checkpoint(source, tmp_path / "out", options)
     manifest = Manifest.load(tmp_path / "out")
     assert manifest == written
-    assert (manifest.plan.kv_lora_rank, manifest.plan.groups, manifest.plan.core_dims) == (
+    assert (manifest.plan.kv_lora_rank, manifest.plan.groups, manifest.plan.core) == (
         LATENT,
         2,
         16,

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.checkpoints import LATENT, edit_config, make_checkpoint, write_text
 from tpla.convert import cli
+from tpla.convert.division import choose_plan, divide_by_layer
 from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.planning import (
@@ -18,7 +19,6 @@ from tpla.convert.planning import (
     Candidate,
     PlanMeasure,
     choose,
-    divide_by_layer,
     list_candidates,
     survey,
 )
@@ -26,7 +26,7 @@ from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan
 
 CONTEXT = 64
 BUDGET = Budget(width_multiple=8)
@@ -71,8 +71,8 @@ def test_candidates_of_deepseek_v3(
     source = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
     edit_config(source, kv_lora_rank=512, qk_rope_head_dim=64)
     found = list_candidates(source, groups, Budget())
-    assert [(c.plan.core_dims, c.row_bytes) for c in found] == expected
-    assert all(c.plan.latent_width % 16 == 0 for c in found)
+    assert [(c.plan.core, c.row_bytes) for c in found] == expected
+    assert all(c.plan.layer(0).latent_width % 16 == 0 for c in found)
 
 
 def test_what_is_measured_is_what_a_conversion_loses(
@@ -94,7 +94,7 @@ def test_what_is_measured_is_what_a_conversion_loses(
 
 
 def test_a_larger_core_costs_more_and_loses_less(measured: list[Candidate]) -> None:
-    assert [c.plan.core_dims for c in measured] == [0, 16, 32, 48]
+    assert [c.plan.core for c in measured] == [0, 16, 32, 48]
     assert [c.row_bytes for c in measured] == sorted({c.row_bytes for c in measured})
     assert measured[-1].kl < measured[0].kl / 2
     for candidate in measured:
@@ -106,31 +106,54 @@ def test_a_larger_core_costs_more_and_loses_less(measured: list[Candidate]) -> N
 
 def test_bytes_choose_the_largest_plan_that_fits() -> None:
     some = _candidates(0.3, 0.2, 0.1)
-    assert choose(some, Budget(bytes_per_token=some[1].row_bytes)) is some[1]
-    assert choose(some, Budget(bytes_per_token=some[2].row_bytes - 1)) is some[1]
+    assert choose(some, Budget(bytes_per_token=round(some[1].row_bytes))) is some[1]
+    assert choose(some, Budget(bytes_per_token=round(some[2].row_bytes) - 1)) is some[1]
     assert choose(some, Budget(bytes_per_token=10**6)) is some[2]
-    with pytest.raises(ConfigError, match=f"bytes_per_token=9 .* {some[0].row_bytes} bytes"):
+    with pytest.raises(ConfigError, match=f"bytes_per_token=9 .* {some[0].row_bytes:g} bytes"):
         choose(some, Budget(bytes_per_token=9))
 
 
 def test_divergence_chooses_the_smallest_plan_that_meets_it() -> None:
     some = _candidates(0.3, 0.2, 0.1)
     assert choose(some, Budget(max_kl=0.25)) is some[1]
-    assert choose(some, Budget(max_kl=0.2, bytes_per_token=some[1].row_bytes)) is some[1]
+    assert choose(some, Budget(max_kl=0.2, bytes_per_token=round(some[1].row_bytes))) is some[1]
     with pytest.raises(ConfigError, match=r"at least 0\.100000 "):
         choose(some, Budget(max_kl=0.05))
     with pytest.raises(ConfigError, match=r"max_kl=0\.15"):
-        choose(some, Budget(max_kl=0.15, bytes_per_token=some[1].row_bytes))
+        choose(some, Budget(max_kl=0.15, bytes_per_token=round(some[1].row_bytes)))
 
 
 def test_bytes_go_to_the_layers_that_gain_most() -> None:
     # Layer 0 gains 6 by the first step, 3 by the second; layer 1 gains 1 by each.
-    errors = ([10.0, 3.0], [4.0, 2.0], [1.0, 1.0])
-    some = [replace(c, measure=PlanMeasure(0, 1, 1, e)) for c, e in zip(
-        _candidates(0, 0, 0), errors, strict=True)]  # fmt: skip
-    assert divide_by_layer(some, some[0]) == (13.0, 13.0)
-    assert divide_by_layer(some, some[1]) == (6.0, 4.0)
-    assert divide_by_layer(some, some[2]) == (2.0, 2.0)
+    some = _with_errors([10.0, 3.0], [4.0, 2.0], [1.0, 1.0])
+    by_bytes = [divide_by_layer(some, candidate.token_bytes).core for candidate in some]
+    assert by_bytes == [0, [32, 0], 32]
+    assert divide_by_layer(some, some[1].token_bytes - 1).core == [16, 0]
+
+
+def test_a_step_that_only_pays_as_a_whole_is_taken_as_a_whole() -> None:
+    some = _with_errors([5.0, 5.0], [5.5, 4.0], [1.0, 3.9])
+    assert divide_by_layer(some, some[1].token_bytes).core == [32, 0]
+
+
+def test_bytes_that_gain_nothing_are_not_spent() -> None:
+    some = _with_errors([5.0, 1.0], [1.0, 1.5], [1.0, 2.0])
+    assert divide_by_layer(some, 10**6).core == [16, 0]
+
+
+def test_a_division_is_chosen_only_where_it_measures_better(
+    folder: Path, options: ConversionOptions, measured: list[Candidate]
+) -> None:
+    limit = round(measured[1].row_bytes)
+    by_bytes = choose_plan(folder / "source", options, replace(BUDGET, bytes_per_token=limit))
+    assert all(c.row_bytes <= limit and not c.plan.is_uniform for c in by_bytes.divisions)
+    assert by_bytes.chosen.kl == min(c.kl for c in (by_bytes.uniform, *by_bytes.divisions))
+    limit_kl = (measured[1].kl + measured[2].kl) / 2
+    by_kl = choose_plan(folder / "source", options, replace(BUDGET, max_kl=limit_kl))
+    assert by_kl.divisions and by_kl.uniform.plan.core == 32
+    assert by_kl.chosen.kl <= limit_kl
+    better = [c for c in by_kl.divisions if c.kl <= limit_kl]
+    assert by_kl.chosen.token_bytes == min(c.token_bytes for c in (by_kl.uniform, *better))
 
 
 def test_convert_takes_a_budget(
@@ -139,12 +162,13 @@ def test_convert_takes_a_budget(
     text = ["--calibration", folder / "all.jsonl", "--context", CONTEXT, "--per-document"]
     common = [folder / "source", folder / "by-kl", *text, "--width-multiple", 8]
     between = (measured[1].kl + measured[2].kl) / 2
-    assert _run(monkeypatch, "convert", *common, "--max-kl", between) == 0
-    assert Manifest.load(folder / "by-kl").plan.core_dims == 32
+    assert _run(monkeypatch, "convert", *common, "--max-kl", between, "--uniform") == 0
+    assert Manifest.load(folder / "by-kl").plan == ModelPlan(LATENT, 2, (32, 32))
     common[1] = folder / "by-bytes"
-    limit = measured[1].row_bytes
+    limit = round(measured[1].row_bytes)
     assert _run(monkeypatch, "convert", *common, "--bytes-per-token", limit) == 0
-    assert Manifest.load(folder / "by-bytes").plan == ShardPlan(LATENT, 2, 16)
+    core_dims = Manifest.load(folder / "by-bytes").plan.core_dims
+    assert len(core_dims) == 2 and sum(core_dims) <= 32
 
 
 def test_plan_prints_what_it_costs_and_buys(
@@ -154,15 +178,19 @@ def test_plan_prints_what_it_costs_and_buys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = ["--calibration", folder / "all.jsonl", "--context", CONTEXT, "--per-document"]
-    limits = ["--width-multiple", 8, "--bytes-per-token", measured[2].row_bytes]
+    limits = ["--width-multiple", 8, "--bytes-per-token", round(measured[2].row_bytes)]
     out = folder / "plan.json"
     assert _run(monkeypatch, "plan", folder / "source", *text, *limits, "--json", out) == 0
     printed = capsys.readouterr().out
-    assert f"chosen: --groups 2 --core-dims 32, {measured[2].row_bytes} bytes" in printed
-    assert f"{measured[2].kl:.6f}" in printed
-    assert [row["measure"]["kl"] for row in json.loads(out.read_text())] == pytest.approx(
+    document = json.loads(out.read_text())
+    assert [row["measure"]["kl"] for row in document["candidates"]] == pytest.approx(
         [c.kl for c in measured]
     )
+    chosen = document["chosen"]
+    rows = [document["uniform"], *document["divisions"]]
+    assert chosen["measure"]["kl"] == min(row["measure"]["kl"] for row in rows)
+    assert "chosen: --groups 2 --core-dims " in printed
+    assert f"{chosen['measure']['kl']:.6f}" in printed and f"{measured[2].kl:.6f}" in printed
 
 
 @pytest.mark.parametrize(
@@ -172,6 +200,9 @@ def test_plan_prints_what_it_costs_and_buys(
         ("plan", ["--groups", "0"], "no plan of groups=0"),
         ("plan", ["--width-multiple", "0"], "width_multiple=0"),
         ("plan", ["--bytes-per-token", "9"], "bytes_per_token=9"),
+        ("plan", ["--bytes-per-token", "9", "--uniform"], "less than the smallest row"),
+        ("convert", ["out2", "--core-dims", "0,0,0"], "is for 3 layers, the model has 2"),
+        ("convert", ["out2", "--core-dims", "many"], "core_dims='many'"),
         ("plan", ["--max-kl", "0.1"], "--calibration PATH"),
         ("plan", ["--calibration", "all.jsonl"], "hold none out"),
         ("convert", ["out2", "--core-dims", "0", "--max-kl", "1"], "contradict each other"),
@@ -195,10 +226,18 @@ def _write(path: Path, documents: list[str]) -> None:
 
 
 def _candidates(*kls: float) -> list[Candidate]:
-    plans = [ShardPlan(LATENT, 2, 16 * n) for n in range(len(kls))]
+    plans = [ModelPlan(LATENT, 2, (16 * n, 16 * n)) for n in range(len(kls))]
     return [
-        Candidate(plan, 100 + plan.latent_width, PlanMeasure(kl, 1.0, 1.0, [kl]))
-        for plan, kl in zip(plans, kls, strict=True)
+        Candidate(plan, 200 + 16 * n, PlanMeasure(kl, 1.0, 1.0, [kl, kl]))
+        for n, (plan, kl) in enumerate(zip(plans, kls, strict=True))
+    ]
+
+
+def _with_errors(*errors: list[float]) -> list[Candidate]:
+    """Candidates of growing cores, each with the errors of its two layers."""
+    return [
+        replace(candidate, measure=PlanMeasure(0, 1, 1, each))
+        for candidate, each in zip(_candidates(*[0.0] * len(errors)), errors, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ from tpla.convert.sliced_attention import (
     uninstall,
 )
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import KVFormat, LatentLayout, ModelPlan, ShardPlan
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "v3-rope-halves": {"family": "v3", "rope_interleave": False},
 }
 TOKENS = 21
+WHOLE = ModelPlan(LATENT, 1, (0, 0))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -44,7 +45,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_one_group_is_mla(checkpoint: Path, mode: Mode, prefill: int) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     for layer in model.model.layers:
-        install(layer, DecodeSpec(mode, ShardPlan(LATENT), KVFormat.FP32, prefill), [[1.0]] * 4)
+        install(
+            layer,
+            DecodeSpec(mode, WHOLE, KVFormat.FP32, prefill),
+            [[1.0]] * 4,
+        )
     with torch.no_grad():
         logits = model(some_ids(), use_cache=False).logits
     assert (logits - logits_of(checkpoint, some_ids())).abs().max() <= 1e-4
@@ -70,7 +75,8 @@ def test_sliced_attention_is_its_definition(
     plan = ShardPlan(LATENT, groups, core_dims)
     scales = (0.5 + torch.rand(4, groups)).tolist()
     layer, attention, x, rotary = _layer(checkpoint)
-    install(layer, DecodeSpec(mode, plan, kv_format, prefill=9), scales)
+    model_plan = ModelPlan(LATENT, groups, (0, core_dims))  # the layer is the second
+    install(layer, DecodeSpec(mode, model_plan, kv_format, prefill=9), scales)
     with torch.no_grad():
         output, _ = attention(x[None], position_embeddings=rotary)
         uninstall(layer)
@@ -88,7 +94,7 @@ def test_equal_halves_and_scale_two_are_mla(family: str, tmp_path: Path) -> None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for scale, agrees in ((2.0, True), (1.0, False)):
         for layer in model.model.layers:
-            spec = DecodeSpec(Mode.TPLA, ShardPlan(LATENT, 2), KVFormat.FP32)
+            spec = DecodeSpec(Mode.TPLA, ModelPlan(LATENT, 2, (0, 0)), KVFormat.FP32)
             install(layer, spec, [[scale, scale]] * 4)
         with torch.no_grad():
             logits = model(some_ids(), use_cache=False).logits
@@ -101,7 +107,7 @@ def test_a_coarser_cache_is_further_from_the_model(checkpoint: Path) -> None:
     with torch.no_grad():
         exact, _ = attention(x[None], position_embeddings=rotary, attention_mask=None)
         for kv_format in (KVFormat.FP32, KVFormat.BF16, KVFormat.FP8):
-            install(layer, DecodeSpec(Mode.MLA, ShardPlan(LATENT), kv_format))
+            install(layer, DecodeSpec(Mode.MLA, WHOLE, kv_format))
             output, _ = attention(x[None], position_embeddings=rotary)
             uninstall(layer)
             errors.append(float((output - exact).square().mean().sqrt()))
@@ -112,7 +118,7 @@ def test_a_coarser_cache_is_further_from_the_model(checkpoint: Path) -> None:
 def test_the_norm_of_one_slice_is_the_norm(checkpoint: Path, sliced: Sliced) -> None:
     layer, attention, x, rotary = _layer(checkpoint)
     attention.kv_a_layernorm.weight.data.fill_(1)  # as conversion leaves it
-    spec = DecodeSpec(Mode.TPLA, ShardPlan(LATENT), KVFormat.FP32, 9, aligned=False, sliced=sliced)
+    spec = DecodeSpec(Mode.TPLA, WHOLE, KVFormat.FP32, 9, aligned=False, sliced=sliced)
     with torch.no_grad():
         exact, _ = attention(x[None], position_embeddings=rotary, attention_mask=None)
         install(layer, spec, spectrum=[1 / LATENT] * LATENT)
@@ -131,16 +137,16 @@ def test_a_sliced_norm_sees_its_slice_alone() -> None:
 
 def test_specs_that_make_no_sense_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="groups=1"):
-        DecodeSpec(Mode.MLA, ShardPlan(64, 2), KVFormat.FP32)
+        DecodeSpec(Mode.MLA, ModelPlan(64, 2, (0, 0)), KVFormat.FP32)
     with pytest.raises(ConfigError, match="prefill=-1"):
-        DecodeSpec(Mode.TPLA, ShardPlan(64, 2), KVFormat.FP32, -1)
-    with pytest.raises(ConfigError, match="sliced=norm with mode=tpla, core_dims=16"):
+        DecodeSpec(Mode.TPLA, ModelPlan(64, 2, (0, 0)), KVFormat.FP32, -1)
+    with pytest.raises(ConfigError, match=r"sliced=norm with mode=tpla, core_dims=0\.\.16"):
         DecodeSpec(
-            Mode.TPLA, ShardPlan(64, 2, 16), KVFormat.FP32, aligned=False, sliced=Sliced.NORM
+            Mode.TPLA, ModelPlan(64, 2, (0, 16)), KVFormat.FP32, aligned=False, sliced=Sliced.NORM
         )
     layer, *_ = _layer(checkpoint)
     with pytest.raises(ConfigError, match="4 heads, 8 groups"):
-        install(layer, DecodeSpec(Mode.GLA, ShardPlan(64, 8), KVFormat.FP32))
+        install(layer, DecodeSpec(Mode.GLA, ModelPlan(64, 8, (0, 0)), KVFormat.FP32))
 
 
 def _layer(checkpoint: Path) -> tuple[Any, Any, torch.Tensor, Any]:

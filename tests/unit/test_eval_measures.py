@@ -25,7 +25,7 @@ from tpla.convert.sliced_attention import DecodeSpec, Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import Manifest
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan
 
 CONTEXT = 96
 
@@ -178,7 +178,7 @@ def test_a_manifest_of_other_weights_is_refused(folder: Path, tmp_path: Path) ->
 def test_a_plain_checkpoint_is_mla_only(folder: Path) -> None:
     subject = Subject(folder / "source")
     assert subject.spec(Mode.MLA, KVFormat.FP32, 0) == DecodeSpec(
-        Mode.MLA, ShardPlan(LATENT), KVFormat.FP32
+        Mode.MLA, ModelPlan(LATENT, 1, (0, 0)), KVFormat.FP32
     )
     with pytest.raises(CheckpointError, match="tpla convert"):
         subject.spec(Mode.TPLA, KVFormat.FP32, 0)

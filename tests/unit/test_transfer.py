@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.transfer_pair import METADATA, Pair, eventually, expected_rows
+from tests.unit.transfer_pair import METADATA, Pair, Pool, eventually, expected_rows
 from tpla.core.config import FaultPlan, TransferTimeouts
 from tpla.core.errors import (
     ChecksumMismatch,
@@ -21,6 +21,13 @@ from tpla.core.errors import (
 ROOM = 7_000_000_000_000_000_001
 PAGES, TARGET = [3, 9, 4, 1, 8], [11, 12, 13, 2, 6]
 IMPATIENT = TransferTimeouts(handshake=0.4, reserve=0.4, push=0.4, ack=0.4)
+
+
+def assert_holds(pool: Pool, page: int, runs: list[np.ndarray]) -> None:
+    """The page holds these rows of each run, bit for bit."""
+    assert len(pool.written[page]) == len(runs)
+    for stored, expected in zip(pool.written[page], runs, strict=True):
+        np.testing.assert_array_equal(stored, expected)
 
 
 def make_ready(pair: Pair) -> None:
@@ -50,11 +57,13 @@ def finish(pair: Pair, room: int = ROOM) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("groups", "core_dims"), [(1, (0, 0, 0)), (2, (0, 0, 0)), (2, (32, 0, 32)), (4, (0, 16, 32))]
+)
 def test_every_rank_gets_its_own_rows_at_its_own_pages(
-    make_pair: Callable[..., Pair], kind: str, groups: int
+    make_pair: Callable[..., Pair], kind: str, groups: int, core_dims: tuple[int, ...]
 ) -> None:
-    pair = make_pair(kind, groups)
+    pair = make_pair(kind, groups, core_dims=core_dims)
     make_ready(pair)
     pair.push(ROOM, PAGES[:2], last=False)
     pair.push(ROOM, PAGES[2:], start=2)
@@ -62,8 +71,7 @@ def test_every_rank_gets_its_own_rows_at_its_own_pages(
     for rank in pair.ranks:
         assert rank.events.done == {ROOM: METADATA}
         for source, target in zip(PAGES, TARGET, strict=True):
-            expected = expected_rows(source, rank.pool.layout)
-            np.testing.assert_array_equal(rank.pool.written[target], expected)
+            assert_holds(rank.pool, target, expected_rows(source, rank.pool.layout))
     finish(pair)
     assert pair.idle()
 
@@ -73,10 +81,10 @@ def test_the_wire_carries_only_each_ranks_own_bytes(make_pair: Callable[..., Pai
     make_ready(pair)
     pair.push(ROOM, PAGES)
     assert eventually(lambda: ROOM in pair.events.done)
-    row_bytes = pair.ranks[0].pool.layout.row_bytes
-    assert row_bytes == 32 + 4 + 2 * 16
+    token_bytes = pair.ranks[0].pool.layout.token_bytes
+    assert token_bytes == 3 * (32 + 4 + 2 * 16)
     account = pair.ranks[0].receiver.accounting()
-    assert account["payload_bytes"] == len(PAGES) * 4 * 3 * row_bytes
+    assert account["payload_bytes"] == len(PAGES) * 4 * token_bytes
     payload_bytes, seconds = pair.sender.transferred(ROOM)
     assert payload_bytes == 2 * account["payload_bytes"] and seconds > 0
 
@@ -156,6 +164,28 @@ def test_other_weights_or_rotation_are_refused_with_both_values(
     error = pair.ranks[0].events.failed[ROOM]
     assert isinstance(error, LayoutMismatch)
     assert "0" * 64 in str(error) and "f" * 64 in str(error)
+
+
+def test_a_cache_of_other_layers_is_refused_with_both_values(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 1, core_dims=(0, 0))
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    error = pair.ranks[0].events.failed[ROOM]
+    assert isinstance(error, LayoutMismatch) and "decode has 2, prefill has 3" in str(error)
+
+
+def test_another_protocol_version_is_refused_by_name(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpla.workers.transfer.receiver.PROTOCOL_VERSION", 2)
+    pair = make_pair("fake", 1)
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    assert "protocol version: decode has 2" in str(pair.ranks[0].events.failed[ROOM])
 
 
 @pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
@@ -261,5 +291,4 @@ def test_a_request_larger_than_the_window_arrives_whole(
     assert eventually(lambda: ROOM in pair.events.done)
     for rank in pair.ranks:
         assert len(rank.pool.written) == 100
-        expected = expected_rows(57, rank.pool.layout)
-        np.testing.assert_array_equal(rank.pool.written[57], expected)
+        assert_holds(rank.pool, 57, expected_rows(57, rank.pool.layout))

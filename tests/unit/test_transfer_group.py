@@ -67,9 +67,9 @@ def migrate(prefill: Prefill, decode: Decode, room: int) -> bool:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("core_dims", [0, 16])
+@pytest.mark.parametrize("core_dims", [(0, 0, 0), (16, 16, 16), (32, 0, 32)])
 def test_rows_arrive_bit_for_bit_on_every_rank(
-    closing: Closing, page_size: int, core_dims: int
+    closing: Closing, page_size: int, core_dims: tuple[int, ...]
 ) -> None:
     cache = replace(CACHE, page_size=page_size, core_dims=core_dims)
     prefill = closing(Prefill(cache))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -13,9 +14,14 @@ from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ShardPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan
 from tpla.workers import launch_cli, ports
-from tpla.workers.deployment import REFERENCE_MODEL, DeploymentOptions, plan_deployment
+from tpla.workers.deployment import (
+    REFERENCE_MODEL,
+    DeploymentOptions,
+    DeploymentPlan,
+    plan_deployment,
+)
 from tpla.workers.devices import gpu_count
 from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
 from tpla.workers.ports import free_ports
@@ -26,7 +32,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     scales = [[[1.0, 1.0]] * 4] * 2
     mark = fingerprint(directory)
-    Manifest(ShardPlan(64, 2), "identity", "one", scales, [], mark, mark).save(directory)
+    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], mark, mark).save(directory)
     return directory
 
 
@@ -81,7 +87,7 @@ def test_an_unconverted_checkpoint_says_how_to_convert_it(tmp_path: Path) -> Non
 
 def test_other_weights_than_the_manifest_describes_are_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
-    Manifest(ShardPlan(64, 2), "pca", "one", [], [], "0" * 64, "0" * 64).save(model)
+    Manifest(ModelPlan(64, 2, (0, 0)), "pca", "one", [], [], "0" * 64, "0" * 64).save(model)
     with pytest.raises(CheckpointError, match="convert the model again"):
         configure(options(model))
 
@@ -142,6 +148,23 @@ def test_the_embedded_model_is_prefilled_exactly_on_gpus(tmp_path: Path) -> None
         for worker in embedded
         if "--attention-backend" in worker.command
     ] == ["tpla_torch", "tpla_torch"]
+
+
+def test_the_embedded_model_has_cores_of_its_own_and_other_models_have_one(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"mode": Mode.TPLA, "groups": 2, "calibration": tmp_path / "text"}
+    layers = json.loads((REFERENCE_MODEL / "config.json").read_text())["num_hidden_layers"]
+    embedded = plan_deployment(deployment(tmp_path, model=REFERENCE_MODEL, **changes))
+    core_dims = _core_dims(embedded)
+    assert len(core_dims.split(",")) == layers
+    assert embedded.model.name == f"tpla-reference-g2-core{core_dims.replace(',', '-')}"
+    assert _core_dims(plan_deployment(deployment(tmp_path, **changes))) == "32"
+    asked = deployment(tmp_path, model=REFERENCE_MODEL, core_dims="16", **changes)
+    assert _core_dims(plan_deployment(asked)) == "16"
+
+
+def _core_dims(plan: DeploymentPlan) -> str:
+    (command,) = plan.conversion
+    return command[command.index("--core-dims") + 1]
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tpla.core.config import FaultPlan, TransferTimeouts
 from tpla.core.errors import TransferError
-from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.kernels.ref.row_digest import row_digest
 from tpla.workers.transfer.fake_link import FakeLink
 from tpla.workers.transfer.faults import FaultySendingPlane
@@ -63,36 +63,41 @@ class Pool:
 
     num_layers, page_size, device = LAYERS, PAGE_SIZE, torch.device("cpu")
 
-    def __init__(self, layout: LatentLayout | None = None) -> None:
+    def __init__(self, layout: CacheLayout | None = None) -> None:
         if layout is not None:
             self.layout = layout
-        self.written: dict[int, np.ndarray] = {}
+        self.written: dict[int, list[np.ndarray]] = {}
         self.lock = threading.Lock()
 
-    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
-        return np.concatenate([expected_rows(int(page), layout) for page in pages], axis=1)
+    def read(self, pages: Pages, layout: CacheLayout) -> Rows:
+        by_page = [expected_rows(int(page), layout) for page in pages]
+        runs = zip(*by_page, strict=True)
+        return np.concatenate([np.concatenate(rows, axis=1).reshape(-1) for rows in runs])
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        rows_B = torch.from_numpy(self.read(pages, layout)).reshape(-1)
+    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+        rows_B = torch.from_numpy(self.read(pages, layout))
         wire_B.zero_()[: len(rows_B)] = rows_B
         digest = unsigned(row_digest(wire_B.view(torch.int64)))
         return lambda: digest
 
-    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
-        self.write(pages, rows_YTB.numpy())
+    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
+        self.write(pages, wire_B.numpy())
         return unsigned(row_digest(wire_B.view(torch.int64)))
 
     def write(self, pages: Pages, rows: Rows) -> None:
+        tokens = len(pages) * PAGE_SIZE
+        runs = [rows[part].reshape(run.shape(tokens)) for run, part in self.layout.parts(tokens)]
         with self.lock:
             for index, page in enumerate(pages):
                 span = slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
-                self.written[int(page)] = rows[:, span].copy()
+                self.written[int(page)] = [run_YTB[:, span].copy() for run_YTB in runs]
 
 
-def expected_rows(page: int, layout: LatentLayout) -> np.ndarray:
+def expected_rows(page: int, layout: CacheLayout) -> list[np.ndarray]:
+    """Rows of one page, ``[layers, PAGE_SIZE, row_bytes]`` of each run."""
     generator = np.random.default_rng([page, layout.group])
-    shape = (LAYERS, PAGE_SIZE, layout.row_bytes)
-    return generator.integers(0, 256, shape, dtype=np.uint8)
+    shapes = [run.shape(PAGE_SIZE) for run in layout.runs]
+    return [generator.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
 
 
 class Rank:
@@ -106,8 +111,9 @@ class Rank:
         groups: int,
         fingerprint: str,
         timeouts: TransferTimeouts,
+        core_dims: tuple[int, ...],
     ) -> None:
-        layout = LatentLayout(ShardPlan(64, groups), group, 16, KVFormat.FP8)
+        layout = CacheLayout(ModelPlan(64, groups, core_dims), group, 16, KVFormat.FP8)
         self.pool = Pool(layout)
         self.events = Events()
         self.lost: list[str] = []
@@ -130,6 +136,7 @@ class Pair:
         decode_fingerprint: str = "f" * 64,
         timeouts: TransferTimeouts = TIMEOUTS,
         decode_kind: str = "",
+        core_dims: tuple[int, ...] = (0,) * LAYERS,
     ) -> None:
         if kind == "fake":
             server: Link = FakeLink()
@@ -147,7 +154,10 @@ class Pair:
             plane = FaultySendingPlane(plane, fault)
         self.sender = PrefillSender(server, plane, identity("p"), timeouts, self.events)
         self.ranks = [
-            Rank(decode_kind or kind, client, group, groups, decode_fingerprint, timeouts)
+            Rank(
+                *(decode_kind or kind, client, group, groups),
+                *(decode_fingerprint, timeouts, core_dims),
+            )
             for group, client in enumerate(clients)
         ]
 

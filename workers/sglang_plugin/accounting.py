@@ -33,7 +33,7 @@ def add_to_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any
         "free_metadata_slots": int(scheduler.req_to_metadata_buffer_idx_allocator.available_size()),
         "running": len(scheduler.running_batch.reqs),
         "queues": queues,
-        "row_bytes": layout.row_bytes if layout is not None else None,
+        "token_bytes": layout.token_bytes if layout is not None else None,
         "transfer": _transfers(queue.kv_manager),
     }
     return output

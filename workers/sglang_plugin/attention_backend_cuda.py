@@ -90,7 +90,7 @@ class LatentDecodeBackend(AttentionBackend):
         self, layer_id: int, latent_TR: torch.Tensor, norm: Any, rotation: Rotation, slot_T: Any
     ) -> None:
         """Store a step's tokens: ``latent_TR [T, C + D]`` as the projection left it."""
-        layout = self.token_to_kv_pool.layout
+        layout = self.token_to_kv_pool.layer_layout(layer_id)
         rank = layout.plan.kv_lora_rank
         append_latents(
             latent_TR[:, :rank],
@@ -114,7 +114,7 @@ class LatentDecodeBackend(AttentionBackend):
         softmax_scale: float,
     ) -> torch.Tensor:
         """Latent outputs ``[T, H, L]`` in bfloat16 of queries ``[T, H, N + D]``, unrotated."""
-        layout, step = self.token_to_kv_pool.layout, self._step
+        layout, step = self.token_to_kv_pool.layer_layout(layer_id), self._step
         tokens, heads, _ = q_THR.shape
         width, rope = layout.latent_width, layout.qk_rope_head_dim
         nope = q_THR.shape[-1] - rope
@@ -138,7 +138,7 @@ class LatentDecodeBackend(AttentionBackend):
             layout,
             step.page_size,
             softmax_scale,
-            step.workspace,
+            step.workspace(layout),
             out_BQHL,
             q_THR.new_empty(tokens, 1, heads, dtype=torch.float32),
         )

@@ -79,14 +79,13 @@ def read_aligned_values(path: Path, group: int, first: int, heads: int) -> torch
 
 def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> type:
     """Subclass SGLang's ``DeepseekV2AttentionMLA`` for the ranks of a TPLA decode worker."""
-    plan = manifest.plan
 
     class TPLAShardAttention(base):
         """Projections sharded over heads; keys and values restricted to the rank's slice."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             parallel = get_parallel()
-            shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, plan.groups)
+            shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, manifest.plan.groups)
             with _head_sharding(shard):
                 super().__init__(*args, **kwargs)
             if self.o_proj.reduce_results:
@@ -95,16 +94,17 @@ def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> ty
                     "attention TP group. Use the pinned sglang release"
                 )
             self.tpla_shard = shard
+            self.tpla_plan = manifest.plan.layer(self.layer_id)
             self.w_kc: Any
             self.w_vc: Any
             self.kv_lora_rank: int
             self.attn_mqa = RadixAttention(
                 self.num_local_heads,
-                plan.latent_width + self.qk_rope_head_dim,
+                self.tpla_plan.latent_width + self.qk_rope_head_dim,
                 self.scaling,
                 num_kv_heads=1,
                 layer_id=self.layer_id,
-                v_head_dim=plan.latent_width,
+                v_head_dim=self.tpla_plan.latent_width,
                 quant_config=None,
                 prefix=f"{kwargs.get('prefix', '')}.attn_mqa",
             )
@@ -116,7 +116,7 @@ def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> ty
             group = self.tpla_shard.group
             logit_scale_H = torch.tensor([per_group[group] for per_group in scales])
             self.w_kc, self.w_vc = slice_absorbed_weights(
-                self.w_kc, self.w_vc, plan, group, logit_scale_H
+                self.w_kc, self.w_vc, self.tpla_plan, group, logit_scale_H
             )
             if manifest.aligned:
                 path = values_path(checkpoint, self.layer_id)
@@ -127,6 +127,7 @@ def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> ty
             self, q_pe: Any, k_pe: Any, q_nope_out: Any, k_nope: Any, *rest: Any, **kwargs: Any
         ) -> torch.Tensor:
             """Cache and attend to the rank's part of the latent, which was normalised whole."""
+            plan = self.tpla_plan
             start, stop = plan.slice_bounds(self.tpla_shard.group)
             k_part = torch.cat([k_nope[..., : plan.core_dims], k_nope[..., start:stop]], dim=-1)
             whole = self.kv_lora_rank

@@ -1,4 +1,4 @@
-"""What all layers of one decode step share on the GPU: page tables, lengths and the schedule.
+"""What all layers of one decode step share on the GPU: page tables, lengths and schedules.
 
 Shape suffixes: B requests, N block-table entries.
 """
@@ -11,7 +11,7 @@ from sglang.kernels.ops.kvcache.kv_indices import (
     get_num_kv_index_blocks_flashmla,
 )
 
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout, LatentLayout
 from tpla.kernels.decode_workspace import DecodeWorkspace
 
 
@@ -22,7 +22,7 @@ class DecodeStep:
         max_requests: largest batch.
         max_tokens: longest request.
         heads: heads of this rank.
-        layout: the pool's rows.
+        layout: the pool's rows; layers whose rows are alike share a workspace.
         page_size: tokens of a page.
         device: of the pool.
     """
@@ -32,7 +32,7 @@ class DecodeStep:
         max_requests: int,
         max_tokens: int,
         heads: int,
-        layout: LatentLayout,
+        layout: CacheLayout,
         page_size: int,
         device: torch.device | str,
     ) -> None:
@@ -41,7 +41,10 @@ class DecodeStep:
         pages = -(-max_tokens // page_size)
         self._table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
         self._length = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self._workspace = DecodeWorkspace(max_requests, 1, heads, layout, device=device)
+        self._workspaces = {
+            run.layout: DecodeWorkspace(max_requests, 1, heads, run.layout, device=device)
+            for run in layout.runs
+        }
         self.requests = 0
 
     @property
@@ -54,10 +57,9 @@ class DecodeStep:
         """Cached tokens of each request with the one of this step, int32."""
         return self._length[: self.requests]
 
-    @property
-    def workspace(self) -> DecodeWorkspace:
-        """Scratch memory, scheduled for :attr:`length_B`."""
-        return self._workspace.of_batch(self.requests)
+    def workspace(self, layout: LatentLayout) -> DecodeWorkspace:
+        """Scratch memory of the layers with these rows, scheduled for :attr:`length_B`."""
+        return self._workspaces[layout].of_batch(self.requests)
 
     def fill(
         self, req_to_token: torch.Tensor, request_B: torch.Tensor, length_B: torch.Tensor
@@ -85,4 +87,5 @@ class DecodeStep:
             self._table.stride(0),
             PAGED_SIZE=self.page_size,
         )
-        self.workspace.schedule(self.length_B)
+        for layout in self._workspaces:
+            self.workspace(layout).schedule(self.length_B)

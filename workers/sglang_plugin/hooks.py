@@ -97,7 +97,7 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
         return kv_pool.build_pool(config, manifest, self, max_total_num_tokens)
 
     def cell_size(original: Any, self: Any, kvc: Any, num_layers: int) -> int:
-        return kv_pool.cell_bytes(config, manifest, kvc, num_layers)
+        return kv_pool.cell_bytes(config, manifest, kvc)
 
     registry.register(targets.BUILD_MLA_KV_POOL.path, build_pool, hook_type.AROUND)
     registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)

@@ -1,4 +1,4 @@
-"""The decode pool: one rank's latent rows, laid out by :class:`LatentLayout`."""
+"""The decode pool: one rank's latent rows, laid out by :class:`CacheLayout`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from sglang.srt.runtime_context import get_parallel
 
 from tpla.core.checkpoint import Manifest
 from tpla.core.config import Mode, WorkerConfig
-from tpla.core.latent_layout import LatentLayout, RankShard, ShardPlan
+from tpla.core.latent_layout import (
+    CacheLayout,
+    LatentLayout,
+    ModelPlan,
+    RankShard,
+    ShardPlan,
+)
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
 _BULK_COPY_BYTES = 16
@@ -20,14 +26,19 @@ _BULK_COPY_BYTES = 16
 class LatentKVPool(MLATokenToKVPool):
     """SGLang's MLA pool with opaque byte rows.
 
-    ``kv_buffer[layer]`` is ``[slots, 1, row_bytes]`` uint8, so SGLang's own retraction, moving and
-    buffer accounting, which work on whole rows, hold unchanged. Slot 0 is SGLang's dummy slot.
+    ``kv_buffer[layer]`` is ``[slots, 1, row_bytes]`` uint8 with the row bytes of that layer, so
+    SGLang's own retraction, moving and buffer accounting, which work on whole rows, hold unchanged.
+    Slot 0 is SGLang's dummy slot.
+
+    Args:
+        layout: rows of the layers that this process holds.
+        pool_arguments: of SGLang's pool.
     """
 
-    def __init__(self, layout: LatentLayout, **pool_arguments: Any) -> None:
+    def __init__(self, layout: CacheLayout, **pool_arguments: Any) -> None:
         self.layout = layout
         super().__init__(
-            kv_lora_rank=layout.latent_width,
+            kv_lora_rank=max(each.latent_width for each in layout.layers),
             qk_rope_head_dim=layout.qk_rope_head_dim,
             **pool_arguments,
         )
@@ -36,18 +47,23 @@ class LatentKVPool(MLATokenToKVPool):
         self.store_dtype = torch.uint8
         slots = self.size + self.page_size
         self.kv_buffer = [
-            torch.zeros((slots, 1, self.layout.row_bytes), dtype=torch.uint8, device=self.device)
-            for _ in range(self.layer_num)
+            torch.zeros((slots, 1, each.row_bytes), dtype=torch.uint8, device=self.device)
+            for each in self.layout.layers
         ]
+
+    def layer_layout(self, layer_id: int) -> LatentLayout:
+        """Row of a layer, by its number in the model."""
+        return self.layout.layers[layer_id - self.start_layer]
 
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor | None
     ) -> None:
         """Quantise and store new tokens, ``cache_k [T, 1, L + D]``; values are the latent."""
         loc, _, _ = unwrap_write_loc(loc_info)
-        width = self.layout.latent_width
-        k_TR = cache_k.view(-1, width + self.layout.qk_rope_head_dim)
-        rows_TB = pack_rows(k_TR[:, :width], k_TR[:, width:], self.layout)
+        layout = self.layer_layout(layer.layer_id)
+        width = layout.latent_width
+        k_TR = cache_k.view(-1, width + layout.qk_rope_head_dim)
+        rows_TB = pack_rows(k_TR[:, :width], k_TR[:, width:], layout)
         self.kv_buffer[layer.layer_id - self.start_layer][loc, 0] = rows_TB
 
     def rows(self, layer_id: int) -> torch.Tensor:
@@ -56,23 +72,28 @@ class LatentKVPool(MLATokenToKVPool):
 
     def read_latents(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents ``[K, L]`` and RoPE keys ``[K, D]`` of ``slots [K]``, float32."""
-        return unpack_rows(self.rows(layer_id)[slots], self.layout)
+        return unpack_rows(self.rows(layer_id)[slots], self.layer_layout(layer_id))
 
 
-def shard_plan(config: WorkerConfig, kv_lora_rank: int, manifest: Manifest | None) -> ShardPlan:
-    """The plan a decode worker serves: the manifest's for mode tpla, the whole latent otherwise."""
+def cache_plan(config: WorkerConfig, configurator: Any, manifest: Manifest | None) -> ModelPlan:
+    """The plan a decode worker serves: the manifest's for mode tpla, the whole latent otherwise.
+
+    It covers the layers that this process holds, one pipeline stage's.
+    """
+    info = configurator.layer_info
     if config.mode is Mode.TPLA:
         assert manifest is not None  # the self-check refuses to start without one
-        return manifest.plan
-    return ShardPlan(kv_lora_rank)
+        return manifest.plan.part(info.start_layer, info.end_layer)
+    whole = ShardPlan(configurator.model_config.kv_lora_rank)
+    return ModelPlan.uniform(whole, info.end_layer - info.start_layer)
 
 
-def rank_layout(config: WorkerConfig, plan: ShardPlan, qk_rope_head_dim: int) -> LatentLayout:
+def rank_layout(config: WorkerConfig, plan: ModelPlan, qk_rope_head_dim: int) -> CacheLayout:
     """Layout of this process's rank."""
     parallel = get_parallel()
     shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, plan.groups)
     align = _BULK_COPY_BYTES if config.device == "cuda" else 4
-    return LatentLayout(plan, shard.group, qk_rope_head_dim, config.kv_format, row_align=align)
+    return CacheLayout(plan, shard.group, qk_rope_head_dim, config.kv_format, row_align=align)
 
 
 def build_pool(
@@ -80,7 +101,7 @@ def build_pool(
 ) -> LatentKVPool:
     """What replaces ``KVCacheConfigurator._build_mla_kv_pool`` on decode workers."""
     model = configurator.model_config
-    plan = shard_plan(config, model.kv_lora_rank, manifest)
+    plan = cache_plan(config, configurator, manifest)
     return LatentKVPool(
         rank_layout(config, plan, model.qk_rope_head_dim),
         size=max_total_num_tokens,
@@ -94,10 +115,7 @@ def build_pool(
     )
 
 
-def cell_bytes(
-    config: WorkerConfig, manifest: Manifest | None, configurator: Any, num_layers: int
-) -> int:
-    """Bytes of one token over all layers; SGLang sizes the pool by it."""
-    model = configurator.model_config
-    plan = shard_plan(config, model.kv_lora_rank, manifest)
-    return rank_layout(config, plan, model.qk_rope_head_dim).row_bytes * num_layers
+def cell_bytes(config: WorkerConfig, manifest: Manifest | None, configurator: Any) -> int:
+    """Bytes of one token over the layers of this process; SGLang sizes the pool by it."""
+    plan = cache_plan(config, configurator, manifest)
+    return rank_layout(config, plan, configurator.model_config.qk_rope_head_dim).token_bytes

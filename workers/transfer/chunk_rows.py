@@ -1,6 +1,6 @@
 """Rows of one chunk on their way: bytes in host memory, or a staging buffer of the pool's device.
 
-Shape suffixes: Y layers, T tokens, B bytes.
+Shape suffixes: B bytes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ class HostRows:
         """As the protocol's."""
         self.payload[self.nbytes // 2] ^= _ONE_BIT
 
-    def store(
-        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
-    ) -> bool:
+    def store(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> bool:
         """As the protocol's; nothing is written unless the digest is right."""
         if self.digest(place) != digest:
             return False
-        sink.write(pages, self.payload.reshape(shape))
+        sink.write(pages, self.payload)
         return True
 
 
@@ -80,9 +78,6 @@ class ReceivedRows:
         self.nbytes = nbytes
         self._wire_B = wire_B
 
-    def store(
-        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
-    ) -> bool:
+    def store(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> bool:
         """As the protocol's; written and verified in one go, since the room owns its pages."""
-        rows_YTB = self._wire_B[: self.nbytes].view(shape)
-        return staged_digest(place, sink.store(pages, rows_YTB, self._wire_B)) == digest
+        return staged_digest(place, sink.store(pages, self._wire_B)) == digest

@@ -2,6 +2,9 @@
 
 SGLang hands pages to the transfer when the host has seen the results that were computed with them,
 so what it wrote is complete. What is stored here is complete on return, before the engine is told.
+Layers whose rows are alike take one launch together.
+
+Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.kernels.gather_pages import gather_pages
 from tpla.kernels.row_digest import row_digest
 from tpla.kernels.scatter_pages import scatter_pages
@@ -29,27 +32,25 @@ class CudaPrefillPages:
         self.device: torch.device = pool.kv_buffer[0].device
         self._dtype: torch.dtype = pool.kv_buffer[0].dtype
         self._stream = torch.cuda.Stream(self.device)
-        self._pointer_Y = _pointers(pool.kv_buffer, self._stream)
+        self._pointers: dict[CacheLayout, list[torch.Tensor]] = {}
 
-    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
+    def read(self, pages: Pages, layout: CacheLayout) -> Rows:
         """Rows in pinned host memory, of torch's own cache, which gets it back with the array."""
-        shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
+        nbytes = len(pages) * self.page_size * layout.token_bytes
         with torch.cuda.stream(self._stream):
-            staging_YTB = torch.empty(shape, dtype=torch.uint8, device=self.device)
-            self._gather(pages, layout, staging_YTB)
-            rows_YTB = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            rows_YTB.copy_(staging_YTB, non_blocking=True)
+            staging_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._gather(pages, layout, staging_B)
+            rows_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            rows_B.copy_(staging_B, non_blocking=True)
         self._stream.synchronize()
-        return rows_YTB.numpy()
+        return rows_B.numpy()
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
         """Begin to write rows into a buffer of 64-bit words; what is returned waits for them."""
-        tokens = len(pages) * self.page_size
-        nbytes = self.num_layers * tokens * layout.row_bytes
+        nbytes = len(pages) * self.page_size * layout.token_bytes
         with torch.cuda.stream(self._stream):
             wire_B[nbytes:] = 0
-            staging_YTB = wire_B[:nbytes].view(self.num_layers, tokens, layout.row_bytes)
-            self._gather(pages, layout, staging_YTB)
+            self._gather(pages, layout, wire_B[:nbytes])
             digest = torch.empty((), dtype=torch.int64, pin_memory=True)
             digest.copy_(row_digest(wire_B.view(torch.int64)), non_blocking=True)
             packed = self._stream.record_event()
@@ -60,9 +61,14 @@ class CudaPrefillPages:
 
         return settle
 
-    def _gather(self, pages: Pages, layout: LatentLayout, staging_YTB: torch.Tensor) -> None:
-        page_N = _upload(pages, self.device)
-        gather_pages(self._pointer_Y, self._dtype, page_N, self.page_size, layout, staging_YTB)
+    def _gather(self, pages: Pages, layout: CacheLayout, staging_B: torch.Tensor) -> None:
+        if layout not in self._pointers:
+            self._pointers[layout] = _run_pointers(self._pool.kv_buffer, layout, self._stream)
+        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
+        parts = zip(self._pointers[layout], layout.parts(tokens), strict=True)
+        for pointer_Y, (run, part) in parts:
+            rows_YTB = staging_B[part].view(run.shape(tokens))
+            gather_pages(pointer_Y, self._dtype, page_N, self.page_size, run.layout, rows_YTB)
 
 
 class CudaDecodePages:
@@ -70,12 +76,11 @@ class CudaDecodePages:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
-        self.layout: LatentLayout = pool.layout
+        self.layout: CacheLayout = pool.layout
         self.device: torch.device = pool.kv_buffer[0].device
         self._stream = torch.cuda.Stream(self.device)
-        self._pointer_Y = _pointers(pool.kv_buffer, self._stream)
+        self._pointers = _run_pointers(pool.kv_buffer, self.layout, self._stream)
 
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows of host memory at ``pages``; complete on return."""
@@ -83,15 +88,18 @@ class CudaDecodePages:
             self._scatter(pages, torch.from_numpy(rows).to(self.device))
         self._stream.synchronize()
 
-    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
-        """Store rows of a buffer of 64-bit words at ``pages``; the digest waits for both."""
+    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
+        """Store the front of a buffer of 64-bit words at ``pages``; the digest waits for both."""
         with torch.cuda.stream(self._stream):
-            self._scatter(pages, rows_YTB)
+            self._scatter(pages, wire_B)
             return unsigned(row_digest(wire_B.view(torch.int64)))
 
-    def _scatter(self, pages: Pages, rows_YTB: torch.Tensor) -> None:
-        page_N = _upload(pages, self.device)
-        scatter_pages(rows_YTB, self._pointer_Y, page_N, self.page_size, self.layout)
+    def _scatter(self, pages: Pages, rows_B: torch.Tensor) -> None:
+        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
+        parts = zip(self._pointers, self.layout.parts(tokens), strict=True)
+        for pointer_Y, (run, part) in parts:
+            rows_YTB = rows_B[part].view(run.shape(tokens))
+            scatter_pages(rows_YTB, pointer_Y, page_N, self.page_size, run.layout)
 
 
 def _upload(pages: Pages, device: torch.device) -> torch.Tensor:
@@ -99,9 +107,16 @@ def _upload(pages: Pages, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(pages).pin_memory().to(device, non_blocking=True)
 
 
-def _pointers(buffers: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> torch.Tensor:
-    """Address of each layer's buffer, on its device."""
+def _run_pointers(
+    buffers: Sequence[torch.Tensor], layout: CacheLayout, stream: torch.cuda.Stream
+) -> list[torch.Tensor]:
+    """Addresses ``[Y]`` of the buffers of each run's layers, on their device."""
     with torch.cuda.stream(stream):
-        return torch.tensor(
-            [buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=stream.device
-        )
+        return [
+            torch.tensor(
+                [buffers[layer].data_ptr() for layer in run.layers],
+                dtype=torch.int64,
+                device=stream.device,
+            )
+            for run in layout.runs
+        ]

@@ -8,7 +8,7 @@ import threading
 import time
 
 from tpla.core.config import FaultPlan
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk
 from tpla.workers.transfer.protocol import Outbox, OutgoingRows, Pages, SendingPlane
 
@@ -30,7 +30,7 @@ class FaultySendingPlane:
         self._seen = 0
         self._lock = threading.Lock()
 
-    def outbox(self, peer: str, layout: LatentLayout) -> FaultyOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> FaultyOutbox:
         """As the plane's, hit by the plan that all outboxes share."""
         return FaultyOutbox(self._plane.outbox(peer, layout), self)
 

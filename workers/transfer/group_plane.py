@@ -24,7 +24,7 @@ import torch
 
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import TransferAborted, TransferError, TransferTimeout
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk, Done
 from tpla.workers.transfer.chunk_rows import ReceivedRows, StagedRows, wire_bytes
 from tpla.workers.transfer.pair_group import (
@@ -71,7 +71,7 @@ class GroupSendingPlane:
         self._link = link
         self._timeouts = timeouts
 
-    def outbox(self, peer: str, layout: LatentLayout) -> GroupOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> GroupOutbox:
         """As the protocol's."""
         return GroupOutbox(self._link, self.source, peer, layout, self.name, self._timeouts)
 
@@ -84,7 +84,7 @@ class GroupOutbox:
         link: Link,
         source: PageSource,
         peer: str,
-        layout: LatentLayout,
+        layout: CacheLayout,
         backend: str,
         timeouts: TransferTimeouts,
     ) -> None:
@@ -100,7 +100,7 @@ class GroupOutbox:
         self.port: int = self._store.port
         self._cancelled = threading.Event()
         self._group: PairGroup | None = None
-        self._page_bytes = source.num_layers * source.page_size * layout.row_bytes
+        self._page_bytes = source.page_size * layout.token_bytes
         self._buffers: list[_Buffer] = []
         self._next = 0
 
@@ -174,7 +174,7 @@ class GroupInbox:
         self._backend = backend
         self._timeouts = timeouts
         self._group: PairGroup | None = None
-        self._page_bytes = sink.num_layers * sink.page_size * sink.layout.row_bytes
+        self._page_bytes = sink.page_size * sink.layout.token_bytes
         self._messages: deque[tuple[Chunk | Done, bytes]] = deque()
         self._arrivals: deque[_Arrival] = deque()
         self._free: deque[_Buffer] = deque()

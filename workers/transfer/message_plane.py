@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpla.core.config import Transfer
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk, Done
 from tpla.workers.transfer.chunk_rows import HostRows
 from tpla.workers.transfer.protocol import (
@@ -31,7 +31,7 @@ class MessageSendingPlane:
         self.source = source
         self._link = link
 
-    def outbox(self, peer: str, layout: LatentLayout) -> MessageOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> MessageOutbox:
         """As the protocol's."""
         return MessageOutbox(self._link, self.source, peer, layout)
 
@@ -41,7 +41,7 @@ class MessageOutbox:
 
     port = 0
 
-    def __init__(self, link: Link, source: PageSource, peer: str, layout: LatentLayout) -> None:
+    def __init__(self, link: Link, source: PageSource, peer: str, layout: CacheLayout) -> None:
         self.chunk_bytes = self.first_bytes = CHUNK_BYTES
         self.window_bytes = WINDOW_BYTES
         self._link = link

@@ -1,5 +1,8 @@
 """Prefill's and decode's pools as the transfer sees them: torch buffers, no SGLang.
 
+Shape suffixes: Y layers of a run, N pages, T tokens, R elements of a cached row, L latent elements
+of a rank, B bytes.
+
 :func:`prefill_pages` and :func:`decode_pages` choose by the pool's device.
 """
 
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout, LatentLayout
 from tpla.kernels.ref.latent_rows import pack_rows
 from tpla.kernels.ref.row_digest import row_digest
 from tpla.workers.transfer.protocol import Pages, PageSink, PageSource, Rows
@@ -65,33 +68,38 @@ class PrefillPages:
         self.page_size: int = pool.page_size
         self.device = torch.device("cpu")
 
-    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
-        """Slice and quantise before sending: ``[layers, pages * page_size, row_bytes]``."""
-        shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
-        rows = np.empty(shape, dtype=np.uint8)
+    def read(self, pages: Pages, layout: CacheLayout) -> Rows:
+        """Slice and quantise before sending: ``[bytes]``, run after run."""
+        rows = np.empty(len(pages) * self.page_size * layout.token_bytes, dtype=np.uint8)
         self._pack(pages, layout, torch.from_numpy(rows))
         return rows
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
         """The same rows into a buffer of 64-bit words, complete on return."""
-        shape = (self.num_layers, len(pages) * self.page_size, layout.row_bytes)
-        nbytes = int(np.prod(shape))
+        nbytes = len(pages) * self.page_size * layout.token_bytes
         wire_B[nbytes:] = 0
-        self._pack(pages, layout, wire_B[:nbytes].view(shape))
+        self._pack(pages, layout, wire_B[:nbytes])
         digest = unsigned(row_digest(wire_B.view(torch.int64)))
         return lambda: digest
 
-    def _pack(self, pages: Pages, layout: LatentLayout, rows_YTB: torch.Tensor) -> None:
+    def _pack(self, pages: Pages, layout: CacheLayout, rows_B: torch.Tensor) -> None:
+        tokens, index = len(pages) * self.page_size, torch.from_numpy(pages)
+        for run, part in layout.parts(tokens):
+            rows_YTB = rows_B[part].view(run.shape(tokens))
+            for layer, rows_TB in zip(run.layers, rows_YTB, strict=True):
+                self._pack_layer(layer, index, run.layout, rows_TB)
+
+    def _pack_layer(
+        self, layer: int, page_N: torch.Tensor, layout: LatentLayout, rows_TB: torch.Tensor
+    ) -> None:
         width, core = self._pool.kv_lora_rank, layout.plan.core_dims
         start, stop = layout.plan.slice_bounds(layout.group)
-        index = torch.from_numpy(pages)
-        for buffer, rows_TB in zip(self._pool.kv_buffer, rows_YTB, strict=True):
-            cached_NR = _by_page(buffer, self.page_size).index_select(0, index)
-            cached_TR = cached_NR.view(len(rows_TB), -1)
-            latent_TL = cached_TR[:, start:stop]
-            if core:
-                latent_TL = torch.cat([cached_TR[:, :core], latent_TL], -1)
-            rows_TB.copy_(pack_rows(latent_TL, cached_TR[:, width:], layout))
+        cached_NR = _by_page(self._pool.kv_buffer[layer], self.page_size).index_select(0, page_N)
+        cached_TR = cached_NR.view(len(rows_TB), -1)
+        latent_TL = cached_TR[:, start:stop]
+        if core:
+            latent_TL = torch.cat([cached_TR[:, :core], latent_TL], -1)
+        rows_TB.copy_(pack_rows(latent_TL, cached_TR[:, width:], layout))
 
 
 class DecodePages:
@@ -99,22 +107,24 @@ class DecodePages:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self.num_layers: int = pool.layer_num
         self.page_size: int = pool.page_size
-        self.layout: LatentLayout = pool.layout
+        self.layout: CacheLayout = pool.layout
         self.device = torch.device("cpu")
 
     def write(self, pages: Pages, rows: Rows) -> None:
-        """Store ``[layers, pages * page_size, row_bytes]`` rows at ``pages``."""
+        """Store rows ``[bytes]`` at ``pages``."""
         self._write(pages, torch.from_numpy(rows))
 
-    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
-        """The same with rows of a buffer of 64-bit words; returns its digest."""
-        self._write(pages, rows_YTB)
+    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
+        """The same with rows at the front of a buffer of 64-bit words; returns its digest."""
+        self._write(pages, wire_B)
         return unsigned(row_digest(wire_B.view(torch.int64)))
 
-    def _write(self, pages: Pages, rows_YTB: torch.Tensor) -> None:
-        index = torch.from_numpy(pages.astype(np.int64))
-        for buffer, rows_TB in zip(self._pool.kv_buffer, rows_YTB, strict=True):
-            source = rows_TB.view(len(pages), -1)
-            _as_words(_by_page(buffer, self.page_size)).index_copy_(0, index, _as_words(source))
+    def _write(self, pages: Pages, rows_B: torch.Tensor) -> None:
+        tokens, index = len(pages) * self.page_size, torch.from_numpy(pages.astype(np.int64))
+        for run, part in self.layout.parts(tokens):
+            rows_YTB = rows_B[part].view(run.shape(tokens))
+            for layer, rows_TB in zip(run.layers, rows_YTB, strict=True):
+                target = _by_page(self._pool.kv_buffer[layer], self.page_size)
+                source = rows_TB.view(len(pages), -1)
+                _as_words(target).index_copy_(0, index, _as_words(source))

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from tpla.core.errors import TransferError
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk, Done, Message
 from tpla.workers.transfer.digest import Place
 
@@ -78,10 +78,10 @@ class PageSource(Protocol):
     page_size: int
     device: torch.device
 
-    def read(self, pages: Pages, layout: LatentLayout) -> Rows:
-        """``[layers, pages * page_size, row_bytes]`` rows in a decode rank's layout."""
+    def read(self, pages: Pages, layout: CacheLayout) -> Rows:
+        """Rows of all tokens of the pages, ``[bytes]`` as a decode rank's layout orders them."""
 
-    def pack(self, pages: Pages, layout: LatentLayout, wire_B: torch.Tensor) -> Callable[[], int]:
+    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
         """Begin to write the same rows to the front of a buffer, zeros behind them.
 
         Args:
@@ -98,15 +98,14 @@ class PageSource(Protocol):
 class PageSink(Protocol):
     """A decode rank's pool."""
 
-    num_layers: int
     page_size: int
-    layout: LatentLayout
+    layout: CacheLayout
     device: torch.device
 
     def write(self, pages: Pages, rows: Rows) -> None:
-        """Store ``[layers, pages * page_size, row_bytes]`` rows, complete on return."""
+        """Store rows ``[bytes]``, as :attr:`layout` orders them, complete on return."""
 
-    def store(self, pages: Pages, rows_YTB: torch.Tensor, wire_B: torch.Tensor) -> int:
+    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
         """The same with rows at the front of a buffer of the pool's device.
 
         Returns:
@@ -165,10 +164,8 @@ class ArrivedRows(Protocol):
 
     nbytes: int
 
-    def store(
-        self, sink: PageSink, pages: Pages, shape: tuple[int, int, int], place: Place, digest: int
-    ) -> bool:
-        """Write them to ``pages`` as ``shape``; whether they are those of ``digest``."""
+    def store(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> bool:
+        """Write them to ``pages``; whether they are those of ``digest``."""
 
 
 class Outbox(Protocol):
@@ -212,7 +209,7 @@ class SendingPlane(Protocol):
     name: str
     source: PageSource
 
-    def outbox(self, peer: str, layout: LatentLayout) -> Outbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> Outbox:
         """The way to a decode rank; never blocks."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tpla.core.errors import TransferError
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.workers.transfer.protocol import Outbox, Pages
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class TaskSender(Protocol):
 class Pusher:
     """Sends to one decode rank, within the credit that it grants."""
 
-    def __init__(self, peer: str, layout: LatentLayout, outbox: Outbox, sender: TaskSender) -> None:
+    def __init__(self, peer: str, layout: CacheLayout, outbox: Outbox, sender: TaskSender) -> None:
         self.peer = peer
         self.layout = layout
         self.outbox = outbox

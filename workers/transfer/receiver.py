@@ -9,7 +9,6 @@ room lands after :meth:`DecodeReceiver.fence` or a failure.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -136,7 +135,7 @@ class DecodeReceiver:
                     instance_id=self._identity.instance_id,
                     fingerprint=self._identity.fingerprint,
                     layout=self._sink.layout.to_dict(),
-                    num_layers=self._sink.num_layers,
+                    num_layers=self._sink.layout.plan.num_layers,
                     page_size=self._sink.page_size,
                     metadata_bytes=self._identity.metadata_bytes,
                     transfer=self._plane.name,
@@ -318,14 +317,13 @@ class DecodeReceiver:
         self, state: _Room, reservation: Reservation, chunk: Chunk, rows: ArrivedRows
     ) -> None:
         stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
-        shape = (self._sink.num_layers, tokens, self._sink.layout.row_bytes)
         pages = reservation.pages[chunk.page_start : stop]
         place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
         intact = (
-            rows.nbytes == math.prod(shape)
+            rows.nbytes == tokens * self._sink.layout.token_bytes
             and chunk.sequence == len(state.digests)
             and len(pages) == chunk.pages
-            and rows.store(self._sink, pages, shape, place, chunk.digest)
+            and rows.store(self._sink, pages, place, chunk.digest)
         )
         if not intact:
             raise ChecksumMismatch(

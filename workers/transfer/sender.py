@@ -22,7 +22,7 @@ from tpla.core.errors import (
     TransferError,
     TransferTimeout,
 )
-from tpla.core.latent_layout import LatentLayout
+from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -231,19 +231,22 @@ class PrefillSender:
         outbox = self._plane.outbox(peer, layout)
         self._pushers[peer] = Pusher(peer, layout, outbox, self)
         self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
-        logger.info(
-            "decode rank %s: %s, %d bytes a token and layer", peer, layout, layout.row_bytes
-        )
+        logger.info("decode rank %s: %s, %d bytes a token", peer, layout, layout.token_bytes)
 
-    def _check(self, hello: Hello) -> LatentLayout:
-        layout = LatentLayout.from_dict(hello.layout)
+    def _check(self, hello: Hello) -> CacheLayout:
+        if hello.version != PROTOCOL_VERSION:  # its layout may be of another form, too
+            raise LayoutMismatch(
+                f"protocol version: decode has {hello.version}, prefill has {PROTOCOL_VERSION}. "
+                "Start both workers with the same release"
+            )
+        layout = CacheLayout.from_dict(hello.layout)
         comparisons = {
-            "protocol version": (hello.version, PROTOCOL_VERSION),
             "data plane": (hello.transfer, self._plane.name),
             "checkpoint fingerprint": (hello.fingerprint, self._identity.fingerprint),
             "kv_lora_rank": (layout.plan.kv_lora_rank, self._identity.kv_lora_rank),
             "qk_rope_head_dim": (layout.qk_rope_head_dim, self._identity.qk_rope_head_dim),
             "layers": (hello.num_layers, self._source.num_layers),
+            "layers of the layout": (layout.plan.num_layers, self._source.num_layers),
             "page size": (hello.page_size, self._source.page_size),
             "metadata bytes": (hello.metadata_bytes, self._identity.metadata_bytes),
         }
@@ -370,7 +373,7 @@ class PrefillSender:
 
     def send_task(self, pusher: Pusher, task: Task) -> None:
         """Pack and send a task's pages in chunks; runs on the pusher's thread."""
-        page_bytes = self._source.num_layers * self._source.page_size * pusher.layout.row_bytes
+        page_bytes = self._source.page_size * pusher.layout.token_bytes
         step = max(1, pusher.outbox.chunk_bytes // page_bytes)
         stop = max(1, pusher.outbox.first_bytes // page_bytes)
         first, ahead = 0, None
