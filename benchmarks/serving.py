@@ -1,10 +1,13 @@
-"""Decode throughput of whole workers, ours and SGLang's, in one run on one machine.
+"""Whole workers, ours and SGLang's, in one run on one machine: decode throughput, prefill TTFT.
 
     python -m tpla.benchmarks.serving --json OUT --model deepseek-v3-attention --tp 2
+    python -m tpla.benchmarks.serving --json OUT --model deepseek-v3-attention --tp 2 \\
+        --role prefill --systems sglang-bf16,tpla-fp8 --contexts 1024,4096,32768
 
-Each system is started in turn as a decode worker with dummy weights of the true shapes, and given
-batches of requests whose prompts count as prefilled already (SGLang's fake transfer). The KV that
-they attend to is whatever the pool holds, which costs what real KV does.
+Each system is started in turn as one worker with dummy weights of the true shapes; its other half
+is SGLang's fake transfer. A decode worker is given batches of requests whose prompts count as
+prefilled already: the KV that they attend to is whatever the pool holds, which costs what real KV
+does. A prefill worker is given prompts one after another.
 """
 
 from __future__ import annotations
@@ -21,10 +24,17 @@ import httpx
 import typer
 from rich.console import Console
 
-from tpla.benchmarks.decode_load import DecodeTimes, LoadError, NeverTogether, measure_decode
+from tpla.benchmarks.half_load import (
+    DecodeTimes,
+    LoadError,
+    NeverTogether,
+    measure_decode,
+    measure_prefill,
+)
 from tpla.benchmarks.machine import describe_machine
-from tpla.benchmarks.serving_systems import BASELINE, SYSTEMS, ServingSystem, decode_worker
+from tpla.benchmarks.serving_systems import BASELINE, SYSTEMS, ServingSystem, worker
 from tpla.benchmarks.timing_model import write_timing_model
+from tpla.core.config import Role
 from tpla.workers.ports import free_ports
 from tpla.workers.supervisor import StartFailed, Supervisor
 
@@ -35,7 +45,9 @@ _MOST_NEW_TOKENS = 1024
 
 @dataclass
 class Row:
-    """One batch on one system; ``batch_asked`` 0 means the largest that its memory holds."""
+    """One batch, or one length of prompts, on one system; ``batch_asked`` 0 means the largest batch
+    that its memory holds. The ratio is of throughputs, or of TTFTs the other way round: above one,
+    the system is faster than SGLang's BF16 MLA."""
 
     benchmark: str
     model: str
@@ -50,8 +62,9 @@ class Row:
     batch_asked: int
     batch: int
     max_total_tokens: int
-    tokens_per_s: float
-    itl_ms: float
+    tokens_per_s: float | None = None
+    itl_ms: float | None = None
+    ttft_ms: float | None = None
     ratio_to_sglang_bf16: float | None = None
 
 
@@ -59,12 +72,14 @@ class Row:
 class Plan:
     """What to measure."""
 
+    role: Role
     model: str
     layers: int | None
     tp: int
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     new_tokens: int
+    repetitions: int
     max_requests: int
     start_timeout: float
     logs: Path
@@ -78,7 +93,8 @@ def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[R
     port, ranks_port = free_ports(2)
     limits = ("--max-running-requests", str(plan.max_requests), "--nccl-port", str(ranks_port))
     graphs = ("--cuda-graph-max-bs", str(plan.max_requests))
-    process = decode_worker(system, model, plan.tp, port, (*limits, *graphs, *plan.server_flags))
+    flags = (*limits, *graphs, *plan.server_flags)
+    process = worker(system, plan.role, model, plan.tp, port, flags)
     supervisor = Supervisor(plan.logs, _console)
     rows: list[Row] = []
     try:
@@ -88,9 +104,8 @@ def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[R
         capacity = int(httpx.get(f"{url}/server_info", timeout=30).json()["max_total_num_tokens"])
         for context in plan.contexts:
             for asked in plan.batches:
-                row = _measure(system, plan, url, context, asked, capacity)
-                if row is not None:
-                    row.layers = layers
+                row = _row(system, plan, layers, context, asked, capacity)
+                if _fill(row, plan, url):
                     rows.append(row)
                     show(row)
     finally:
@@ -98,20 +113,30 @@ def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[R
     return rows
 
 
-def _measure(
-    system: ServingSystem, plan: Plan, url: str, context: int, asked: int, capacity: int
-) -> Row | None:
+def _row(
+    system: ServingSystem, plan: Plan, layers: int, context: int, asked: int, capacity: int
+) -> Row:
+    """What is asked of the system; nothing is measured yet."""
     room = capacity * system.dp // (context + _MOST_NEW_TOKENS)
     batch = min(room, plan.max_requests) if asked == _LARGEST else asked
-    if batch > room:
-        _console.print(f"{system.name}: {batch} x {context} does not fit into {capacity} tokens")
-        return None
-    measure_decode(url, min(batch, 2), 64, 8)
-    times = _times(url, batch, context, plan.new_tokens)
     return Row(
-        "decode", plan.model, 0, system.name, plan.tp, system.dp, system.dcp, system.groups,
-        system.kv_format, context, asked, batch, capacity, times.tokens_per_s, times.itl_ms,
+        plan.role.value, plan.model, layers, system.name, plan.tp, system.dp, system.dcp,
+        system.groups, system.kv_format, context, asked, batch, capacity,
     )  # fmt: skip
+
+
+def _fill(row: Row, plan: Plan, url: str) -> bool:
+    """Measure a row; False where the system's memory does not hold it."""
+    if row.batch * row.context > row.max_total_tokens * row.dp:
+        _console.print(f"{row.system}: {row.batch} x {row.context} tokens do not fit")
+        return False
+    if plan.role is Role.PREFILL:
+        row.ttft_ms = measure_prefill(url, row.context, plan.repetitions)
+        return True
+    measure_decode(url, min(row.batch, 2), 64, 8)
+    times = _times(url, row.batch, row.context, plan.new_tokens)
+    row.tokens_per_s, row.itl_ms = times.tokens_per_s, times.itl_ms
+    return True
 
 
 def _times(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
@@ -126,27 +151,35 @@ def _times(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Throughput relative to SGLang's BF16 MLA at the same context and batch asked for."""
-    base = {(r.context, r.batch_asked): r.tokens_per_s for r in rows if r.system == BASELINE}
+    """Speed relative to SGLang's BF16 MLA at the same context and batch asked for."""
+    base = {(r.context, r.batch_asked): r for r in rows if r.system == BASELINE}
     for row in rows:
         reference = base.get((row.context, row.batch_asked))
-        row.ratio_to_sglang_bf16 = row.tokens_per_s / reference if reference else None
+        if reference is None:
+            continue
+        if row.tokens_per_s is not None and reference.tokens_per_s is not None:
+            row.ratio_to_sglang_bf16 = row.tokens_per_s / reference.tokens_per_s
+        if row.ttft_ms is not None and reference.ttft_ms is not None:
+            row.ratio_to_sglang_bf16 = reference.ttft_ms / row.ttft_ms
 
 
 def show(row: Row) -> None:
     """One line for people."""
-    ratio = "" if row.ratio_to_sglang_bf16 is None else f"  {row.ratio_to_sglang_bf16:.2f}x"
-    largest = " (largest)" if row.batch_asked == _LARGEST else ""
-    print(
-        f"{row.system:12s} {row.batch:4d} x {row.context:<6d} {row.itl_ms:7.2f} ms "
-        f"{row.tokens_per_s:8.0f} tokens/s{ratio}{largest}",
-        flush=True,
-    )
+    figures = {
+        "ms a token": row.itl_ms,
+        "tokens/s": row.tokens_per_s,
+        "ms to the first token": row.ttft_ms,
+        "times SGLang bf16": row.ratio_to_sglang_bf16,
+    }
+    shown = [f"{value:9.2f} {name}" for name, value in figures.items() if value is not None]
+    batch = f"{row.batch:4d}{' (largest)' if row.batch_asked == _LARGEST else ''}"
+    print(f"{row.system:12s} {batch} x {row.context:<6d} {' '.join(shown)}", flush=True)
 
 
 def main(
     out: Annotated[Path, typer.Option("--json", help="file to write")],
     model: Annotated[str, typer.Option(help="a config of benchmarks/configs")],
+    role: Annotated[Role, typer.Option(help="which half is measured")] = Role.DECODE,
     tp: Annotated[int, typer.Option(help="ranks of each worker")] = 2,
     layers: Annotated[int | None, typer.Option(help="fewer layers than the model has")] = None,
     systems: Annotated[str, typer.Option(help="comma-separated")] = (
@@ -155,6 +188,7 @@ def main(
     contexts: Annotated[str, typer.Option(help="comma-separated")] = "4096,16384,32768,65536",
     batches: Annotated[str, typer.Option(help="comma-separated; 0: the largest")] = "1,8,32,0",
     new_tokens: Annotated[int, typer.Option(help="tokens a request asks for")] = 256,
+    repetitions: Annotated[int, typer.Option(help="prompts of each length, prefill")] = 5,
     max_requests: Annotated[int, typer.Option(help="largest batch of any system")] = 128,
     start_timeout: Annotated[float, typer.Option(help="seconds until a worker serves")] = 300,
     logs: Annotated[Path, typer.Option(help="where workers log")] = Path(".tpla/logs"),
@@ -163,8 +197,9 @@ def main(
 ) -> None:
     """Measure, print a line a batch, and write a JSON report."""
     plan = Plan(
-        model, layers, tp, tuple(map(int, contexts.split(","))),
-        tuple(map(int, batches.split(","))), new_tokens, max_requests, start_timeout,
+        role, model, layers, tp, tuple(map(int, contexts.split(","))),
+        (1,) if role is Role.PREFILL else tuple(map(int, batches.split(","))), new_tokens,
+        repetitions, max_requests, start_timeout,
         logs, tuple(server_flags.split()),
     )  # fmt: skip
     command = " ".join(["python -m tpla.benchmarks.serving", *sys.argv[1:]])

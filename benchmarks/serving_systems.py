@@ -1,4 +1,4 @@
-"""The systems that the serving benchmark puts side by side: command lines of decode workers."""
+"""The systems that the serving benchmark puts side by side: command lines of their workers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpla.core.config import Role
 from tpla.workers.deployment import ProcessPlan
 
 _SERVER_FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"),
-    *("--disaggregation-transfer-backend", "fake", "--grammar-backend", "none"),
+    *("--grammar-backend", "none"),
 )
+_DECODE_ALONE = ("--disaggregation-transfer-backend", "fake")
 
 
 @dataclass(frozen=True)
 class ServingSystem:
-    """One way to decode.
+    """One way to serve.
 
     Attributes:
         name: in the report.
         groups: latent groups; one is head-sharded MLA.
-        kv_format: of the cache.
+        kv_format: of decode's cache.
         tpla_mode: mode of ``tpla worker``, or None for SGLang alone.
-        flags: SGLang's own, beyond those that all systems share.
+        flags: SGLang's own for decode, beyond those that all systems share.
         dp: attention data parallelism.
         dcp: decode context parallelism.
     """
@@ -37,6 +39,7 @@ class ServingSystem:
     dcp: int = 1
 
 
+_PREFILL = ("--page-size", "64", "--dtype", "bfloat16")
 _FLASHMLA = ("--attention-backend", "flashmla", "--page-size", "64", "--dtype", "bfloat16")
 SYSTEMS = (
     ServingSystem("sglang-bf16", 1, "bf16", flags=_FLASHMLA),
@@ -52,21 +55,30 @@ SYSTEMS = (
 BASELINE = "sglang-bf16"
 
 
-def decode_worker(
-    system: ServingSystem, model: Path, tp: int, port: int, extra: tuple[str, ...]
+def worker(
+    system: ServingSystem, role: Role, model: Path, tp: int, port: int, extra: tuple[str, ...]
 ) -> ProcessPlan:
-    """A decode worker of ``tp`` ranks whose KV comes from nowhere, to be timed alone."""
-    shared = (*_SERVER_FLAGS, "--tp-size", str(tp), "--port", str(port), *extra)
+    """A worker of ``tp`` ranks to be timed alone: its KV comes from nowhere, or goes there.
+
+    SGLang's prefill is timed in a server that is not disaggregated: its transfer backends need
+    packages of their own.
+    """
     if system.tpla_mode is None:
-        command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-            *("--disaggregation-mode", "decode"),
-        ]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     else:
         command = [
-            *(sys.executable, "-m", "tpla.core.cli", "worker", "decode", "--model", str(model)),
-            *("--device", "cuda", "--mode", system.tpla_mode, "--kv-format", system.kv_format),
+            *(sys.executable, "-m", "tpla.core.cli", "worker", role.value, "--model", str(model)),
+            *("--mode", system.tpla_mode, "--kv-format", system.kv_format),
         ]
-    flags = tuple(flag.format(tp=tp) for flag in system.flags)
+    flags = (flag.format(tp=tp) for flag in _own_flags(system, role))
+    shared = (*_SERVER_FLAGS, "--tp-size", str(tp), "--port", str(port), *extra)
     url = f"http://127.0.0.1:{port}/health"
     return ProcessPlan(system.name, (*command, *flags, *shared), url)
+
+
+def _own_flags(system: ServingSystem, role: Role) -> tuple[str, ...]:
+    """Both systems prefill with the attention that SGLang chooses."""
+    if role is Role.DECODE:
+        alone = (*_DECODE_ALONE, "--disaggregation-mode", "decode")
+        return (*system.flags, *(_DECODE_ALONE if system.tpla_mode else alone))
+    return _PREFILL if system.tpla_mode is None else ()

@@ -74,6 +74,9 @@ def _launch(
     ] = None,
     state: Annotated[Path, typer.Option(help="converted models and logs")] = Path(".tpla"),
     start_timeout: Annotated[float, typer.Option(help="seconds until all must serve")] = 600,
+    convert_only: Annotated[
+        bool, typer.Option("--convert-only", help="make the checkpoint to serve, print it, and end")
+    ] = False,
 ) -> None:
     """Start prefill workers, decode workers and the router; stop them all on Ctrl-C."""
     options = DeploymentOptions(
@@ -95,13 +98,22 @@ def _launch(
         gpus=gpu_count() if resolve_device(device) == "cuda" else 0,
         sglang_arguments=tuple(context.args),
     )
-    _run(options, plan_deployment(options), start_timeout)
+    plan = plan_deployment(options)
+    _convert(options, plan)
+    if convert_only:
+        print(plan.model)
+    else:
+        _run(options, plan, start_timeout)
 
 
-def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
+def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
+    """Make the checkpoint to serve, where it does not exist yet."""
     options.state.mkdir(parents=True, exist_ok=True)
     for command in plan.conversion:
         subprocess.run(command, check=True)
+
+
+def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
     supervisor = Supervisor(options.state / "logs", _console)
     for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop_signal, lambda *_: supervisor.request_stop())

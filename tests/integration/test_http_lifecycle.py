@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 from tests.fakes.cluster import Cluster, cluster
 from tests.fakes.sglang_worker import Fabric, FakeWorker, Faults, wait_until
+from tpla.core.config.worker import Role
 
 
 @contextmanager
@@ -265,3 +267,34 @@ def test_flags_that_cannot_be_used_exit_with_a_sentence() -> None:
     assert done.returncode == 2
     assert "prefill.0.url='nonsense'" in done.stderr and "write http://HOST:PORT" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_comes_back_at_another_address_is_found_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a pod behind a stable name: first there is none, then it stands elsewhere."""
+    addresses: list[str] = []
+    resolve = socket.getaddrinfo
+
+    def by_name(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "prefill-0.prefill":
+            return resolve(host, *args, **kwargs)
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(addresses[-1], *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", by_name)
+    with cluster() as system:
+        registry = system.service.registry
+        (by_address,) = (w for w in registry.workers.values() if w.role is Role.PREFILL)
+        system.client.delete(f"/workers/{by_address.id}")
+        url = f"http://prefill-0.prefill:{system.prefill[0].thread.port}"
+        system.client.post("/workers", json={"url": url, "role": "prefill"})
+        (worker,) = (w for w in registry.workers.values() if w.role is Role.PREFILL)
+        wait_until(lambda: worker.failed_checks, what="a check without an address")
+        assert system.client.get("/ready").status_code == 503
+        addresses.append("127.0.0.9")  # where nothing listens
+        wait_until(lambda: "127.0.0.9" in worker.reason, what="a check at the first address")
+        addresses.append("127.0.0.1")
+        wait_until(lambda: worker.healthy, timeout=20.0, what="the second address")
+        assert system.complete().status_code == 200

@@ -14,6 +14,7 @@ import torch
 
 from tests.kernels.decode_cases import DEVICE
 from tests.kernels.helper_cases import repair_conversions
+from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.kernels.ref.latent_attention import latent_attention
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
@@ -87,7 +88,9 @@ class Step:
         return q_latent.float() * scale[..., None], q_rope.float() * scale[..., None]
 
 
-def make_backend(step: Step, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_backend(
+    step: Step, monkeypatch: pytest.MonkeyPatch, speculative_algorithm: str | None = None
+) -> Any:
     from tpla.kernels.decode_workspace import DecodeWorkspace
     from tpla.workers.sglang_plugin import attention_backend_cuda, decode_step
 
@@ -106,10 +109,25 @@ def make_backend(step: Step, monkeypatch: pytest.MonkeyPatch) -> Any:
         SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=step.req_to_token, size=8),
             token_to_kv_pool=pool,
-            server_args=SimpleNamespace(speculative_algorithm=None),
+            server_args=SimpleNamespace(speculative_algorithm=speculative_algorithm),
             model_config=SimpleNamespace(num_attention_heads=HEADS),
         )
     )
+
+
+CACHE = CacheLayout(ModelPlan(RANK, 1, (0, 0)), 0, ROPE, KVFormat.FP8, row_align=16)
+
+
+def test_a_prompt_on_a_decode_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(Step(CACHE), monkeypatch)
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, name="EXTEND")
+    with pytest.raises(ConfigError, match="prompts go to prefill"):
+        backend.init_forward_metadata_out_graph(SimpleNamespace(forward_mode=mode))
+
+
+def test_speculative_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--speculative-algorithm EAGLE"):
+        make_backend(Step(CACHE), monkeypatch, speculative_algorithm="EAGLE")
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])

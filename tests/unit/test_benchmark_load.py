@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpla.benchmarks.decode_load import NeverTogether, decode_times
+from tpla.benchmarks.half_load import NeverTogether, decode_times
 from tpla.benchmarks.load_sweep import Bounds, Load, judge
 
 LOAD = Load("http://nowhere", Path("."), 4, 16, 3, 60.0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan
-from tpla.workers import ports
+from tpla.workers import launch_cli, ports
 from tpla.workers.deployment import (
     REFERENCE_MODEL,
     DeploymentOptions,
@@ -242,6 +243,20 @@ def test_impossible_deployments_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_deployment(deployment(tmp_path, **changes))
+
+
+def test_a_conversion_alone_prints_the_checkpoint_and_starts_nothing(
+    converted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch_cli, "_run", lambda *_: pytest.fail("a process would be started"))
+    words = ["--convert-only", "--device", "cpu", "--state", str(tmp_path), "--model"]
+    monkeypatch.setattr(sys, "argv", ["tpla launch", *words, str(converted)])
+    with pytest.raises(SystemExit) as end:
+        launch_cli.launch()
+    assert end.value.code == 0 and capsys.readouterr().out == f"{converted}\n"
 
 
 def test_an_unconverted_model_of_the_users_own_needs_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A batch of equal decode requests on one worker, and when their tokens came."""
+"""Requests to one worker whose other half is not there, and when their tokens came."""
 
 from __future__ import annotations
 
@@ -76,6 +76,30 @@ def decode_times(arrivals: list[list[float]]) -> DecodeTimes:
     )
 
 
+def measure_prefill(url: str, context: int, repetitions: int) -> float:
+    """Median milliseconds from a request to its first token, one prompt after another.
+
+    Args:
+        url: of a prefill worker.
+        context: tokens of a prompt; no two prompts begin alike.
+        repetitions: prompts; one more comes before them.
+
+    Raises:
+        LoadError: a request failed.
+    """
+    return asyncio.run(_send_in_turn(url, context, repetitions))
+
+
+async def _send_in_turn(url: str, context: int, repetitions: int) -> float:
+    seconds = []
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        for room in range(repetitions + 1):
+            begun = time.perf_counter()
+            arrivals = await _send(session, url, room, context, 1)
+            seconds.append(arrivals[0] - begun)
+    return 1e3 * statistics.median(seconds[1:])
+
+
 async def _send_all(url: str, batch: int, context: int, new_tokens: int) -> list[list[float]]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
@@ -107,6 +131,6 @@ async def _send(
                 if b'"error"' in line:
                     raise LoadError(line.decode(errors="replace")[:500])
                 arrivals.append(time.perf_counter())
-    if len(arrivals) < 2:
+    if len(arrivals) < min(new_tokens, 2):
         raise LoadError(f"a request of {context} tokens brought {len(arrivals)} chunks")
     return arrivals
