@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from tpla.core.checkpoint import MANIFEST_NAME, REFERENCE_MODEL, Manifest
 from tpla.core.config import Mode, Role
 from tpla.core.errors import CheckpointError, ConfigError
@@ -19,6 +21,10 @@ _REFERENCE_CORES = {2: "0,0,0,32,64,96", 4: "0,0,0,64,64,64"}
 16384 --context 1024``, for four groups with 124 bytes, text from ``python -m
 tpla.convert.reference.text --documents 24``.
 """
+
+
+_LONGEST_CORE = 40
+"""Characters of a folder's name that tell its cores."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     core_dims = options.core_dims
     if core_dims is None:
         core_dims = default_core(options.model, options.groups)
-    name = f"{served_name(options.model)}-g{options.groups}-core{core_dims.replace(',', '-')}"
+    name = f"{served_name(options.model)}-g{options.groups}-core{_core_in_name(core_dims)}"
     target = options.state / "models" / name
     if (target / MANIFEST_NAME).is_file():
         return target, ()
@@ -203,6 +209,12 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     calibration = ("--calibration", str(text), "--max-tokens", "8192", "--dtype", "float32")
     commands.append((sys.executable, *convert, *plan, *calibration))
     return target, tuple(commands)
+
+
+def _core_in_name(core_dims: str) -> str:
+    """As it was given, or a digest where a name with a number for each layer would be too long."""
+    written = core_dims.replace(",", "-")
+    return written if len(written) <= _LONGEST_CORE else xxhash.xxh3_64_hexdigest(written.encode())
 
 
 def default_core(model: Path, groups: int) -> str:

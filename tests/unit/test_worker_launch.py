@@ -167,6 +167,16 @@ def _core_dims(plan: DeploymentPlan) -> str:
     return command[command.index("--core-dims") + 1]
 
 
+def test_cores_of_many_layers_do_not_make_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    def folder(core_dims: str) -> Path:
+        changes = {"mode": Mode.TPLA, "groups": 2, "model": REFERENCE_MODEL}
+        return plan_deployment(deployment(tmp_path, core_dims=core_dims, **changes)).model
+
+    many = [",".join(["0"] * 60 + [last]) for last in ("32", "64")]
+    assert folder("0,32").name == "tpla-reference-g2-core0-32"
+    assert len(folder(many[0]).name) < 60 and folder(many[0]) != folder(many[1])
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 are visible"):
         plan_deployment(deployment(tmp_path, gpus=4))
