@@ -17,7 +17,7 @@ from tpla.core import cli
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import WorkerConfig
 from tpla.core.config.router import RouterConfig
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import ModelPlan
 from tpla.workers.deployment import DeploymentPlan
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -76,9 +76,9 @@ def converted_checkpoint(directory: Path) -> Path:
     """A tiny checkpoint for two latent groups."""
     make_checkpoint(directory)
     mark = fingerprint(directory)
-    Manifest(ShardPlan(64, 2), "identity", "one", [[[1.0, 1.0]] * 4] * 2, [], mark, mark).save(
-        directory
-    )
+    plan = ModelPlan(64, 2, (0, 0))
+    scales = [[[1.0, 1.0]] * 4] * 2
+    Manifest(plan, "identity", "one", scales, [], mark, mark).save(directory)
     return directory
 
 
