@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,6 +229,27 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
         assert "gone" in str(rank.events.failed[ROOM])
         assert rank.lost == [pair.endpoint]
         assert rank.receiver.accounting()["peers"] == 0
+
+
+def test_pages_pushed_while_a_rank_is_being_dropped_fail_the_room(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("fake", 2)
+    make_ready(pair)
+    fail, pushed = pair.sender._fail, threading.Event()
+
+    def fail_late(*arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert pushed.wait(10)
+        fail(*arguments)
+
+    monkeypatch.setattr(pair.sender, "_fail", fail_late)
+    pair.ranks[1].receiver.close()
+    assert eventually(lambda: pair.sender.accounting()["peers"] == 1)
+    pair.push(ROOM, PAGES)
+    pushed.set()
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert "decode1 is gone" in str(pair.events.failed[ROOM])
 
 
 @pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])

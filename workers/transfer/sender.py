@@ -121,10 +121,15 @@ class PrefillSender:
             state.last_pushed = metadata is not None
             state.first_push = state.first_push or time.monotonic()
             state.deadline = time.monotonic() + self._timeouts.push
-            task = Task(room, page_start, pages, metadata)
-            for peer in state.unacknowledged:
-                self._pushers[peer].submit(task)
-            self._conclude_if_acknowledged(room, state)
+            # A rank may be gone whose rooms have not been told yet.
+            gone = [peer for peer in state.unacknowledged if peer not in self._pushers]
+            if not gone:
+                task = Task(room, page_start, pages, metadata)
+                for peer in state.unacknowledged:
+                    self._pushers[peer].submit(task)
+                self._conclude_if_acknowledged(room, state)
+        if gone:
+            self._fail(room, TransferError(f"decode rank {gone[0]} is gone"))
 
     def abort(self, room: int, reason: str) -> None:
         """Give the room up and tell the decode ranks."""
