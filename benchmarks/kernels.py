@@ -19,8 +19,6 @@ import argparse
 import gc
 import json
 import math
-import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ import triton
 from tpla.benchmarks.kernel_cases import DecodeBench, KernelCase, cases, cosine_difference
 from tpla.benchmarks.kernel_peers import peer_us
 from tpla.benchmarks.kernel_timing import Ceilings, graph_us, measure_ceilings
+from tpla.benchmarks.machine import describe_machine
 from tpla.core.latent_layout import KVFormat
 from tpla.kernels.decode_workspace import DecodeTiling
 
@@ -136,20 +135,10 @@ def run_case(case: KernelCase, tilings: list[DecodeTiling], ceilings: Ceilings) 
 
 def header(ceilings: Ceilings, commit: str | None) -> dict[str, Any]:
     """What the numbers belong to."""
-
-    def output(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
+    command = " ".join(["python -m tpla.benchmarks.kernels", *sys.argv[1:]])
     return {
-        "command": " ".join(["python -m tpla.benchmarks.kernels", *sys.argv[1:]]),
-        "commit": commit or output("git", "rev-parse", "HEAD"),
-        "gpu": torch.cuda.get_device_name(),
+        **describe_machine(command, commit),
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
         **asdict(ceilings),
     }
 

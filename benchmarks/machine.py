@@ -31,7 +31,7 @@ def _output(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip().splitlines()[0]
+    return done.stdout.partition("\n")[0] or "unknown"
 
 
 def _version(package: str) -> str:

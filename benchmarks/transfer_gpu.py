@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ import torch
 import typer
 from rich.console import Console
 
+from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.transfer import METADATA, TIMEOUTS, RoomEnd, identity
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer.group_plane import CHUNK_BYTES, GroupReceivingPlane, GroupSendingPlane
@@ -237,19 +236,9 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
 
 def header(commit: str | None) -> dict[str, Any]:
     """What the numbers belong to."""
-
-    def output(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip().split("\n")[0] if done.returncode == 0 else "unknown"
-
+    command = " ".join(["python -m tpla.benchmarks.transfer_gpu", *sys.argv[1:]])
     return {
-        "command": " ".join(["python -m tpla.benchmarks.transfer_gpu", *sys.argv[1:]]),
-        "commit": commit or output("git", "rev-parse", "HEAD"),
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **describe_machine(command, commit),
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
         "page_size": PAGE_SIZE,
         "layers": Setup.layers,
