@@ -7,9 +7,11 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import numpy as np
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -51,6 +53,34 @@ def measure_decode(url: str, batch: int, context: int, new_tokens: int) -> Decod
     """
     arrivals = asyncio.run(_send_all(url, batch, context, new_tokens))
     return decode_times(arrivals)
+
+
+def profile_decode(
+    url: str, batch: int, context: int, new_tokens: int, directory: Path, name: str
+) -> None:
+    """Have the worker write a trace of its kernels, one file a rank, while such a batch decodes.
+
+    Args:
+        url: of a decode worker.
+        batch: requests.
+        context: tokens of each prompt.
+        new_tokens: tokens that each request asks for; the trace holds three quarters of the steps.
+        directory: where the worker writes.
+        name: what the file names begin with.
+
+    Raises:
+        LoadError: a request failed, or the worker refused to profile.
+    """
+    request = {
+        "output_dir": str(directory.resolve()),
+        "profile_prefix": name,
+        "activities": ["GPU"],
+        "num_steps": 3 * new_tokens // 4,
+    }
+    answer = httpx.post(f"{url}/start_profile", json=request, timeout=60)
+    if answer.status_code != 200:
+        raise LoadError(f"start_profile: status {answer.status_code}: {answer.text[:500]}")
+    asyncio.run(_send_all(url, batch, context, new_tokens))
 
 
 def decode_times(arrivals: list[list[float]]) -> DecodeTimes:

@@ -30,6 +30,7 @@ from tpla.benchmarks.half_load import (
     NeverTogether,
     measure_decode,
     measure_prefill,
+    profile_decode,
 )
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.serving_systems import BASELINE, SYSTEMS, ServingSystem, worker
@@ -84,6 +85,7 @@ class Plan:
     start_timeout: float
     logs: Path
     server_flags: tuple[str, ...]
+    profile: tuple[int, int] | None
 
 
 def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[Row]:
@@ -136,6 +138,9 @@ def _fill(row: Row, plan: Plan, url: str) -> bool:
     measure_decode(url, min(row.batch, 2), 64, 8)
     times = _times(url, row.batch, row.context, plan.new_tokens)
     row.tokens_per_s, row.itl_ms = times.tokens_per_s, times.itl_ms
+    if plan.profile == (row.batch_asked, row.context):
+        name = f"{row.system}-{row.batch}x{row.context}"
+        profile_decode(url, row.batch, row.context, plan.new_tokens, plan.logs, name)
     return True
 
 
@@ -148,6 +153,13 @@ def _times(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
             if new_tokens >= _MOST_NEW_TOKENS:
                 raise
             new_tokens *= 2
+
+
+def _pair(profile: str | None) -> tuple[int, int] | None:
+    if profile is None:
+        return None
+    batch, context = profile.split("x")
+    return int(batch), int(context)
 
 
 def add_ratios(rows: list[Row]) -> None:
@@ -193,6 +205,7 @@ def main(
     start_timeout: Annotated[float, typer.Option(help="seconds until a worker serves")] = 300,
     logs: Annotated[Path, typer.Option(help="where workers log")] = Path(".tpla/logs"),
     server_flags: Annotated[str, typer.Option(help="SGLang flags for every system")] = "",
+    profile: Annotated[str | None, typer.Option(help="BATCHxCONTEXT to trace kernels of")] = None,
     commit: Annotated[str | None, typer.Option(help="where git cannot tell")] = None,
 ) -> None:
     """Measure, print a line a batch, and write a JSON report."""
@@ -200,7 +213,7 @@ def main(
         role, model, layers, tp, tuple(map(int, contexts.split(","))),
         (1,) if role is Role.PREFILL else tuple(map(int, batches.split(","))), new_tokens,
         repetitions, max_requests, start_timeout,
-        logs, tuple(server_flags.split()),
+        logs, tuple(server_flags.split()), _pair(profile),
     )  # fmt: skip
     command = " ".join(["python -m tpla.benchmarks.serving", *sys.argv[1:]])
     report: dict[str, Any] = {"header": describe_machine(command, commit), "rows": []}
