@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,17 +88,37 @@ class Plan:
     profile: tuple[int, int] | None
 
 
-def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[Row]:
+@dataclass
+class Report:
+    """What was measured, in a file that is whole after every row: a night's run may be cut off."""
+
+    out: Path
+    header: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.save()
+        show(row)
+
+    def save(self) -> None:
+        add_ratios(self.rows)
+        rows = [asdict(row) for row in self.rows]
+        whole = {"header": self.header, "rows": rows, "failed": self.failed}
+        self.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def measure_system(system: ServingSystem, plan: Plan, directory: Path, report: Report) -> None:
     """Start the system, measure every batch that it holds, stop it."""
     model = write_timing_model(plan.model, system.groups, directory, plan.layers)
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     port, ranks_port = free_ports(2)
     limits = ("--max-running-requests", str(plan.max_requests), "--nccl-port", str(ranks_port))
-    graphs = ("--cuda-graph-max-bs", str(plan.max_requests))
+    graphs = ("--cuda-graph-max-bs-decode", str(plan.max_requests))
     flags = (*limits, *graphs, *plan.server_flags)
     process = worker(system, plan.role, model, plan.tp, port, flags)
     supervisor = Supervisor(plan.logs, _console)
-    rows: list[Row] = []
     try:
         supervisor.start(process)
         supervisor.wait_ready(plan.start_timeout, lambda name: None)
@@ -108,11 +128,9 @@ def measure_system(system: ServingSystem, plan: Plan, directory: Path) -> list[R
             for asked in plan.batches:
                 row = _row(system, plan, layers, context, asked, capacity)
                 if _fill(row, plan, url):
-                    rows.append(row)
-                    show(row)
+                    report.add(row)
     finally:
         supervisor.stop()
-    return rows
 
 
 def _row(
@@ -216,23 +234,19 @@ def main(
         logs, tuple(server_flags.split()), _pair(profile),
     )  # fmt: skip
     command = " ".join(["python -m tpla.benchmarks.serving", *sys.argv[1:]])
-    report: dict[str, Any] = {"header": describe_machine(command, commit), "rows": []}
-    rows: list[Row] = []
-    failed: dict[str, str] = {}
+    report = Report(out, describe_machine(command, commit))
     chosen = {system.name: system for system in SYSTEMS}
     for name in systems.split(","):
         with tempfile.TemporaryDirectory() as directory:
             try:
-                rows += measure_system(chosen[name], plan, Path(directory))
+                measure_system(chosen[name], plan, Path(directory), report)
             except (StartFailed, LoadError, httpx.HTTPError, aiohttp.ClientError) as error:
-                failed[name] = str(error)
+                report.failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
-        add_ratios(rows)
-        report |= {"rows": [asdict(row) for row in rows], "failed": failed}
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    for row in rows:
+    report.save()
+    for row in report.rows:
         show(row)
-    if failed:
+    if report.failed:
         raise typer.Exit(1)
 
 
