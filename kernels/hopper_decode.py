@@ -36,6 +36,7 @@ Shape suffixes: M query rows (Q H), K tokens of a tile, L latent elements, D RoP
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -61,6 +62,8 @@ def decode_kernel(
     LN2: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Allocate the buffers and barriers of one part and start its five groups of warps."""
+    # The programs that combine splits may be launched as soon as these all run.
+    tl.extra.cuda.gdc_launch_dependents()
     M: gl.constexpr = 64
     K: gl.constexpr = 64
     gl.static_assert(num_warps == 4)
