@@ -73,6 +73,7 @@ FP8_VALUES = [
     replace(made, tiling=replace(made.tiling, fp8_values=True))
     for made in (
         *[case(heads, 256) for heads in (16, 64, 128)],
+        case(64, 64),
         case(64, 128),
         case(64, 512),
         case(64, 256, queries=3),
