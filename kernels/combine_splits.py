@@ -33,7 +33,6 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
     LN2: tl.constexpr,
 ):
@@ -50,7 +49,7 @@ def _combine_kernel(
         top_SM = tl.full([BLOCK_S, BLOCK_M], -1e30, tl.float32)
         weight_SM = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
         acc_SML = tl.zeros([BLOCK_S, BLOCK_M, BLOCK_L], tl.float32)
-        for start in tl.range(first, last + 1, BLOCK_S, num_stages=STAGES):
+        for start in range(first, last + 1, BLOCK_S):
             part = start + lane
             slot = 2 * part + (part == first).to(tl.int32)
             row_SM = slot.to(tl.int64)[:, None] * rows + m[None, :]
@@ -115,7 +114,6 @@ def combine_splits(
         BLOCK_S=block_s,
         BLOCK_M=block_m,
         BLOCK_L=block_l,
-        STAGES=3,
         DEPENDENT=dependent,
         LN2=_LN2,
         num_warps=4,
