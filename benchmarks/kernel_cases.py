@@ -36,9 +36,11 @@ class KernelCase:
     fp8_weights: bool = False
 
     @property
-    def kernel(self) -> str:
-        """Name in the report."""
-        return "latent_decode_fp8_pv" if self.fp8_weights else "latent_decode"
+    def pv_format(self) -> str:
+        """What P and the values are rounded to for P V; FP8 is SnapMLA's pipeline."""
+        if self.kv_format is KVFormat.BF16:
+            return "bf16"
+        return "fp8" if self.fp8_weights else "fp16"
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -97,6 +99,7 @@ SHAPES: list[tuple[str, int, int, int, KVFormat, bool]] = [
     ("DeepSeek-V3", 128, 4, 2, _BF16, False),
     ("DeepSeek-V3", 128, 2, 2, _FP8, True),
     ("DeepSeek-V3", 128, 4, 2, _FP8, True),
+    ("DeepSeek-V3", 128, 2, 1, _FP8, True),
     ("Kimi-K2", 64, 2, 2, _FP8, False),
     ("Kimi-K2", 64, 4, 2, _FP8, False),
     ("Kimi-K2", 64, 8, 2, _FP8, False),

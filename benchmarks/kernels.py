@@ -4,9 +4,9 @@
 
 Each case is checked against float64 on the stored values before it is timed; a case that fails is
 reported and not timed, and the command exits with 1. A shape that several models share is timed
-once. Times are medians of CUDA graph replays over
-input sets that together exceed the L2 cache tenfold. The schedule (once a step for all layers) and
-query preparation are not part of a row; the combine step is.
+once, and so is each peer. Kernels are compiled before, side by side. Times are medians of CUDA
+graph replays over input sets that together exceed the L2 cache tenfold. The schedule (once a step
+for all layers) and query preparation are not part of a row; the combine step is.
 
 ``roofline_pct``: the larger of bytes over this run's copy bandwidth and operations over this run's
 matrix rates, as a share of the measured time. Bytes: latent, scale and RoPE key of each token once.
@@ -20,6 +20,7 @@ import gc
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 import triton
 
 from tpla.benchmarks.kernel_cases import DecodeBench, KernelCase, cases, cosine_difference
+from tpla.benchmarks.kernel_compile import compile_ahead
 from tpla.benchmarks.kernel_peers import peer_us
 from tpla.benchmarks.kernel_timing import Ceilings, graph_us, measure_ceilings
 from tpla.benchmarks.machine import describe_machine
@@ -49,6 +51,7 @@ class Row:
     heads: int
     latent: int
     kv_format: str
+    pv_format: str
     batch: int
     context: int
     query_len: int
@@ -112,13 +115,14 @@ def run_case(case: KernelCase, tilings: list[DecodeTiling], ceilings: Ceilings) 
         flops = case.latent_flops + case.rope_flops
         rows.append(
             Row(
-                case.kernel,
+                "latent_decode",
                 case.model,
                 case.tp,
                 case.groups,
                 case.heads,
                 case.layout.latent_width,
                 case.kv_format.value,
+                case.pv_format,
                 case.batch,
                 case.context,
                 case.query_len,
@@ -157,7 +161,7 @@ def show(row: Row) -> None:
     tiling = row.tiling
     peers = " ".join(f"{n} {p['us']:.1f} ({p['ratio']:.2f}x)" for n, p in row.peers.items())
     print(
-        f"{row.kernel[14:]:6s}{row.model} TP{row.tp} g{row.groups} {row.kv_format:4s} "
+        f"{row.model} TP{row.tp} g{row.groups} {row.kv_format:4s} PV {row.pv_format:4s} "
         f"h={row.heads:<3d} "
         f"L={row.latent} {row.batch:>3d}x{row.context:<6d} {row.us:8.1f} us "
         f"{row.gb_per_s:6.0f} GB/s {row.tflops:5.0f} TF {row.roofline_pct:5.1f} %  "
@@ -165,6 +169,37 @@ def show(row: Row) -> None:
         f"s{tiling['num_stages']} x{tiling['programs_per_sm']} m{tiling['min_tiles']}  {peers}",
         flush=True,
     )
+
+
+def measure(
+    chosen: list[KernelCase], sweeping: bool, with_peers: bool, ceilings: Ceilings
+) -> Iterator[list[Row]]:
+    """Rows of one case after the other; shapes and peers that come again are timed once."""
+    peers: dict[tuple[int, int, int, int], Any] = {}
+    measured: dict[tuple[object, ...], list[Row]] = {}
+    for case in chosen:
+        if case.shape not in measured:
+            tilings = sweep(case) if sweeping else [case.tiling]
+            measured[case.shape] = run_case(case, tilings, ceilings)
+            gc.collect()
+            torch.cuda.empty_cache()
+        key = (case.peer_heads, case.batch, case.context, case.query_len)
+        if with_peers and key not in peers:
+            peers[key] = peer_us(*key)
+            gc.collect()
+            torch.cuda.empty_cache()
+        times, absent = peers.get(key, ({}, {}))
+        yield [
+            replace(
+                row,
+                model=case.model,
+                tp=case.tp,
+                groups=case.groups,
+                peers={name: {"us": us, "ratio": us / row.us} for name, us in times.items()},
+                peers_absent=absent,
+            )
+            for row in measured[case.shape]
+        ]
 
 
 def main() -> int:
@@ -179,34 +214,18 @@ def main() -> int:
     parser.add_argument("--commit", help="for the header, where git cannot tell")
     arguments = parser.parse_args()
     batches = [tuple(map(int, text.split("x"))) for text in arguments.batch or []] or BATCHES
+    chosen = cases(batches)  # type: ignore[arg-type]
+    compile_ahead(chosen, arguments.peers)
     ceilings = measure_ceilings()
     report: dict[str, Any] = {"header": header(ceilings, arguments.commit), "rows": []}
     print(ceilings, flush=True)
-    peers: dict[tuple[int, int, int, int], Any] = {}
-    measured: dict[tuple[object, ...], list[Row]] = {}
-    for case in cases(batches):  # type: ignore[arg-type]
-        if case.shape not in measured:
-            tilings = sweep(case) if arguments.sweep else [case.tiling]
-            measured[case.shape] = run_case(case, tilings, ceilings)
-            gc.collect()
-            torch.cuda.empty_cache()
-        rows = [
-            replace(row, model=case.model, tp=case.tp, groups=case.groups)
-            for row in measured[case.shape]
-        ]
-        key = (case.peer_heads, case.batch, case.context, case.query_len)
-        if arguments.peers and key not in peers:
-            peers[key] = peer_us(*key)
-            gc.collect()
-            torch.cuda.empty_cache()
-        times, absent = peers.get(key, ({}, {}))
+    for rows in measure(chosen, arguments.sweep, arguments.peers, ceilings):
         for row in rows:
-            row.peers = {name: {"us": us, "ratio": us / row.us} for name, us in times.items()}
-            row.peers_absent = absent
             show(row)
         report["rows"] += [asdict(row) for row in rows]
         arguments.json.write_text(json.dumps(_without_nan(report), indent=1) + "\n")
-    for name, reason in sorted({item for _, absent in peers.values() for item in absent.items()}):
+    absent = {item for row in report["rows"] for item in row["peers_absent"].items()}
+    for name, reason in sorted(absent):
         print(f"no {name}: {reason}")
     failed = [row for row in report["rows"] if math.isnan(row["us"])]
     for row in failed:

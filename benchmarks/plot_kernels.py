@@ -1,4 +1,4 @@
-"""Roofline and peers of a kernel report, as a picture.
+"""Roofline and peers of a kernel report, as a picture, and its table, printed in Markdown.
 
     python -m tpla.benchmarks.plot_kernels benchmarks/results/kernels_h200.json OUT.png
 
@@ -22,6 +22,11 @@ from matplotlib.axes import Axes
 
 _MARKS = {"fp8": "o", "bf16": "s"}
 _PEERS = ("flashmla_bf16", "flashmla_fp8")
+_TABLE_PEERS = {
+    "flashmla_bf16": "FlashMLA bf16",
+    "flashmla_fp8": "FlashMLA fp8",
+    "sglang_triton_bf16": "SGLang Triton bf16",
+}
 
 
 def draw_roofline(axes: Axes, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -61,8 +66,7 @@ def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
         times = [row["peers"].get(name, {}).get("us", np.nan) for row in chosen]
         axes.bar(place + 0.27 * offset, times, 0.26, label=name)
     labels = [
-        f"TP{row['tp']} g={row['groups']}\n{row['kv_format']}"
-        + ("\nfp8 P V" if row["kernel"].endswith("fp8_pv") else "")
+        f"TP{row['tp']} g={row['groups']}\n{row['kv_format']}\nPV {row['pv_format']}"
         for row in chosen
     ]
     axes.set_xticks(place, labels, fontsize=7)
@@ -71,11 +75,31 @@ def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7)
 
 
+def table(rows: list[dict[str, Any]], model: str) -> str:
+    """Markdown of one model's rows; a peer's time, and how many times longer it takes."""
+    titles = ("case", "P V", "heads", "latent", "batch", "µs", "GB/s", "TFLOP/s", "% of roofline")
+    lines = [" | ".join(("", *titles, *_TABLE_PEERS.values(), "")).strip()]
+    lines.append("|" + "---|" * (len(titles) + len(_TABLE_PEERS)))
+    for row in rows:
+        if row["model"] != model:
+            continue
+        case = f"TP{row['tp']} g={row['groups']} {row['kv_format']}"
+        figures = (row[name] for name in ("us", "gb_per_s", "tflops", "roofline_pct"))
+        batch = f"{row['batch']} x {row['context'] // 1024}K"
+        cells = [case, row["pv_format"], row["heads"], row["latent"], batch]
+        cells += [f"{figure:.0f}" for figure in figures]
+        for name in _TABLE_PEERS:
+            peer = row["peers"].get(name)
+            cells.append(f"{peer['us']:.0f} ({peer['ratio']:.2f}x)" if peer else "-")
+        lines.append(" | ".join(("", *map(str, cells), "")).strip())
+    return "\n".join(lines)
+
+
 def main(
     report: Annotated[Path, typer.Argument(help="JSON of tpla.benchmarks.kernels")],
     picture: Annotated[Path, typer.Argument(help="file to write")],
 ) -> None:
-    """Draw both panels."""
+    """Draw both panels, print DeepSeek-V3's table."""
     document = json.loads(report.read_text())
     rows = [row for row in document["rows"] if row["us"] is not None]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
@@ -83,6 +107,7 @@ def main(
     draw_peers(right, rows)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
+    print(table(rows, "DeepSeek-V3"))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ shared memory only::
     consume   4 warps   Q K of a tile and P V of the one before, then softmax; twice
 
 Values become FP16 (exact), or FP8 with tokens along the rows, which the FP8 product needs: Hopper
-cannot transpose bytes, so ldmatrix, byte permutations and 16-byte stores do it (SnapMLA,
-FlashAttention-3). Within 16 tokens they lie in the order in which the registers of the logits hold
-them, so P enters its product as it lies.
+cannot transpose bytes, but pairs of them, so ldmatrix transposes pairs of columns, a byte
+permutation separates them, and stmatrix stores them (FlashAttention-3). Within 16 tokens they lie
+in the order in which the registers of the logits hold them, so P enters its product as it lies.
 
 The two consumers divide (``SHARE``): the *rows*, 64 of 128 each; or the *tiles*, every other one of
 the same 64 rows, joined after the last tile; or, at latent 512, the value *columns*, each with all
@@ -36,6 +36,7 @@ Shape suffixes: M query rows (Q H), K tokens of a tile, L latent elements, D RoP
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -61,6 +62,8 @@ def decode_kernel(
     LN2: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Allocate the buffers and barriers of one part and start its five groups of warps."""
+    # The programs that combine splits may be launched as soon as these all run.
+    tl.extra.cuda.gdc_launch_dependents()
     M: gl.constexpr = 64
     K: gl.constexpr = 64
     gl.static_assert(num_warps == 4)
@@ -114,7 +117,17 @@ def decode_kernel(
     tile_bufs = (latent_buf, rope_buf, scale_buf, full, empty)
     value_bufs = (value_buf, value_full, value_empty)
     buffers = (query_bufs, tile_bufs, value_bufs, merge_bufs)
-    convert_bufs = (latent_buf, value_buf, full, empty, value_full, value_empty, met.index(2))
+    if FP8_VALUES:  # the converter sees pairs of columns, then pairs of tokens
+        staged_buf = latent_buf._reinterpret(
+            gl.int16, [STAGES, K, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2)
+        )
+        turned_buf = value_buf._reinterpret(
+            gl.int16, [SLOTS * HALVES, WIDTH // HALVES, K // 2], gl.NVMMASharedLayout(64, 16, 2)
+        )
+    else:
+        staged_buf = latent_buf
+        turned_buf = value_buf
+    convert_bufs = (staged_buf, turned_buf, full, empty, value_full, value_empty, met.index(2))
     schedule = (length_ptr, part_ptr)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     shape = (rows, heads, queries, softmax_scale_log2)

@@ -42,11 +42,16 @@ _QUARTERS = gl.constexpr(
 )
 
 
-@gluon.jit
-def _in_register_order(values, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
-    """Tokens of each 16 (bits t3 t2 t1 t0) at positions (t2 t1 t3 t0), along the first axis."""
-    v = values.reshape([TOKENS // 16, 2, 4, 2, WIDTH])
-    return v.permute([0, 2, 1, 3, 4]).reshape([TOKENS, WIDTH])
+# 64 tokens of 32 pairs of columns, as ldmatrix brings them when it transposes pairs.
+_PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0], [0, 8]],
+        [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 16]],
+        [],
+        [64, 32],
+    )
+)
 
 
 @gluon.jit
@@ -125,10 +130,9 @@ def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _clear_unused(values, token, valid):
+def _clear_unused(bits, token, valid):
     """Zero from token ``valid`` on: unused rows may hold NaN, and 0 NaN is NaN."""
-    bits = gl.where((token < valid)[:, None], values.to(gl.int8, bitcast=True), 0)
-    return bits.to(gl.float8e4nv, bitcast=True)
+    return gl.where((token < valid)[:, None], bits, 0)
 
 
 @gluon.jit
@@ -143,31 +147,52 @@ def _stage_as_fp16(latent, values_s, valid, LOAD: gl.constexpr, MASKED: gl.const
             following = latent.slice(start + TOKENS, TOKENS).load(LOAD)
         if MASKED:
             token = start + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LOAD))
-            values = _clear_unused(values, token, valid)
+            bits = _clear_unused(values.to(gl.int8, bitcast=True), token, valid)
+            values = bits.to(gl.float8e4nv, bitcast=True)
         values_s.slice(start, TOKENS).store(values.to(gl.float16))
 
 
 @gluon.jit
-def _stage_transposed(latent, values_s, valid, LOAD: gl.constexpr, MASKED: gl.constexpr):
-    """A tile's latents with tokens along the rows, some columns at a time."""
+def _separate(pairs):
+    """Pairs of columns as single columns with pairs of tokens along the rows.
+
+    Tokens of each 16 (bits t3 t2 t1 t0) end at positions (t2 t1 t3 t0), as P holds them: a thread
+    has two neighbours of either eight, whose bytes it regroups by column.
+    """
+    TOKENS: gl.constexpr = pairs.shape[0]
+    PAIRS: gl.constexpr = pairs.shape[1]
+    low, high = gl.split(pairs.reshape([TOKENS // 16, 2, 8, PAIRS]).permute([0, 2, 3, 1]))
+    even, odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=r,=r,r,r", [low, high], dtype=(gl.int16, gl.int16), is_pure=True, pack=2,
+    )  # fmt: skip
+    both = gl.join(even, odd).permute([2, 3, 0, 1])
+    return both.reshape([2 * PAIRS, TOKENS // 2])
+
+
+@gluon.jit
+def _stage_transposed(latent, values_s, valid, MASKED: gl.constexpr):
+    """A tile's pairs of columns as columns of pairs of tokens, some at a time."""
     K: gl.constexpr = latent.shape[0]
-    COLUMNS: gl.constexpr = latent.shape[1]
-    WIDTH: gl.constexpr = 64
-    for start in gl.static_range(0, COLUMNS, WIDTH):
-        values = latent.slice(start, WIDTH, dim=1).load(LOAD)
+    PAIRS: gl.constexpr = latent.shape[1]
+    STEP: gl.constexpr = 32
+    following = latent.slice(0, STEP, dim=1).load(_PAIRS)
+    for start in gl.static_range(0, PAIRS, STEP):
+        values = following
+        if start + STEP < PAIRS:
+            following = latent.slice(start + STEP, STEP, dim=1).load(_PAIRS)
         if MASKED:
-            token = gl.arange(0, K, layout=gl.SliceLayout(1, LOAD))
+            token = gl.arange(0, K, layout=gl.SliceLayout(1, _PAIRS))
             values = _clear_unused(values, token, valid)
-        values_s.slice(start, WIDTH, dim=1).store(_in_register_order(values, K, WIDTH))
+        values_s.slice(2 * start, 2 * STEP).store(_separate(values))
 
 
 @gluon.jit
 def _stage_values(latent, values_s, valid, FP8_VALUES: gl.constexpr, MASKED: gl.constexpr):
     """One tile's latents as P V takes them."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
-    square: gl.constexpr = gl.BlockedLayout([16, 4], [4, 8], [1, 2], [1, 0])
     if FP8_VALUES:
-        _stage_transposed(latent, values_s, valid, square, MASKED)
+        _stage_transposed(latent, values_s, valid, MASKED)
     else:
         _stage_as_fp16(latent, values_s, valid, wide, MASKED)
 
@@ -182,7 +207,7 @@ def convert(
     length_ptr, part_ptr = schedule
     K: gl.constexpr = 64
     HALVES: gl.constexpr = 2 if SHARE == "columns" else 1
-    WIDTH: gl.constexpr = value_buf.shape[2]
+    COLUMNS: gl.constexpr = latent_buf.shape[2] // HALVES
     part = gl.program_id(1)
     begin, end = _requests_of(part_ptr, part)
     number = 0
@@ -196,7 +221,7 @@ def convert(
             latent = latent_buf.index(stage)
             for half in gl.static_range(HALVES):
                 values_s = value_buf.index(slot * HALVES + half)
-                columns = latent.slice(half * WIDTH, WIDTH, dim=1)
+                columns = latent.slice(half * COLUMNS, COLUMNS, dim=1)
                 valid = length - tile * K
                 if valid < K:
                     _stage_values(columns, values_s, valid, FP8_VALUES, True)

@@ -28,6 +28,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpla.kernels.decode_call import DecodeCall
+from tpla.kernels.dependent_launch import launches_dependents
 
 _LN2 = 0.6931471805599453
 _SHIFT = 14
@@ -119,8 +120,11 @@ def _decode_kernel(
     ROPE_TMA: tl.constexpr,
     STAGES: tl.constexpr,
     SHIFT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     LN2: tl.constexpr,
 ):
+    if DEPENDENT:  # the programs that combine splits may be launched as soon as these all run
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = m < rows
@@ -271,6 +275,7 @@ def triton_decode(call: DecodeCall) -> None:
         ROPE_TMA=rope_desc is not None,
         STAGES=tiling.num_stages,
         SHIFT=_SHIFT if scaled else 0,
+        DEPENDENT=launches_dependents(call.rows_SB.device),
         LN2=_LN2,
         num_warps=tiling.num_warps,
     )

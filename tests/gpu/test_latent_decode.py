@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -72,7 +73,9 @@ FP8_VALUES = [
     replace(made, tiling=replace(made.tiling, fp8_values=True))
     for made in (
         *[case(heads, 256) for heads in (16, 64, 128)],
+        case(64, 64),
         case(64, 128),
+        case(64, 512),
         case(64, 256, queries=3),
         case(128, 256, queries=2),
         case(64, 256, lengths=(0, 0, 0)),
@@ -131,14 +134,16 @@ def test_the_number_of_parts_does_not_matter() -> None:
 @pytest.mark.parametrize("length", [4096, 32768, 131072])
 @pytest.mark.parametrize(("fp8_values", "cosine"), [(False, 5e-6), (True, 5e-4)])
 def test_the_error_is_bounded_at_every_context(
-    length: int, fp8_values: bool, cosine: float
+    length: int, fp8_values: bool, cosine: float, record_property: Callable[[str, object], None]
 ) -> None:
     """One part works on all tokens: the longest sum that its accumulators can be asked for."""
     shape = case(64, 256, lengths=(length,), spread=0.5)
     inputs = build(replace(shape, tiling=replace(shape.tiling, fp8_values=fp8_values)))
     out, _ = inputs.run(multiprocessors=1)
     difference = cosine_difference(out, exact(inputs)[0])
-    print(f"error: length={length} fp8_values={fp8_values} cosine difference {difference:.2e}")
+    record_property("tokens", length)
+    record_property("pv_format", "fp8" if fp8_values else "fp16")
+    record_property("cosine_difference", f"{difference:.3g}")
     assert difference <= cosine
 
 

@@ -175,5 +175,7 @@ def assert_matches(
     atol = 1e-4 + (2e-3 * float(expected_lse[seen].abs().max()) if seen.any() else 0.0)
     torch.testing.assert_close(lse.double()[seen], expected_lse[seen], atol=atol, rtol=1e-5)
     share = 0.06 if inputs.case.quantized else 0.02
+    if inputs.case.tiling.fp8_values:  # a weight keeps three bits, so it may be off by a sixteenth
+        share += 2.0**-4
     row_max = expected_out.abs().amax(-1, keepdim=True)
     assert ((out.double() - expected_out).abs() <= share * row_max + 1e-12).all()

@@ -123,7 +123,7 @@ def test_schedule_matches_its_reference(parts: int, seed: int) -> None:
         assert part_list[first] <= [request, 0] and part_list[last + 1] >= [request + 1, 0]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 18])
+@pytest.mark.parametrize("parts", [1, 2, 18, 150])
 def test_combine_matches_its_reference(parts: int) -> None:
     generator = torch.Generator().manual_seed(parts)
     slots, rows, width = 2 * parts + 6, 3, 40
