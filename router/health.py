@@ -149,7 +149,7 @@ class HealthMonitor:
             return Problem(text, decisive=True)
         port = info.get("disaggregation_bootstrap_port")
         worker.reported_bootstrap_port = port if isinstance(port, int) else None
-        instance = _accounting(info).get("instance_id")
+        instance = next(iter(_accountings(info)), {}).get("instance_id")
         if isinstance(instance, str) and instance != worker.instance_id:
             if worker.instance_id is not None:
                 self._registry.replaced(worker)
@@ -163,7 +163,7 @@ class HealthMonitor:
             return None
         told = await self._json(worker, self._policy.load_path)
         if self._policy.load_path == SERVER_INFO_PATH:
-            return _accounting(told) or None  # the rest names files and keys of the worker
+            return _load_of(_accountings(told))  # the rest names files and keys of the worker
         return told
 
     async def _json(self, worker: Worker, path: str) -> Any:
@@ -182,12 +182,19 @@ class HealthMonitor:
             return response.status, await response.read()
 
 
-def _accounting(info: Any) -> dict[str, Any]:
-    """What our plug-in adds to a worker's ``/server_info``: who it is, and all that it holds."""
+def _accountings(info: Any) -> list[dict[str, Any]]:
+    """What our plug-in adds to a worker's ``/server_info``: who it is, and all that it holds; one
+    entry for each data-parallel rank."""
     try:
-        return dict(info["internal_states"][0]["tpla"])
-    except (KeyError, IndexError, TypeError):
-        return {}
+        return [dict(state["tpla"]) for state in info["internal_states"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _load_of(accountings: list[dict[str, Any]]) -> object:
+    if len(accountings) > 1:
+        return {"dp_ranks": accountings}
+    return next(iter(accountings), None)
 
 
 def _first_model(models: Any) -> object:

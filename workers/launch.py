@@ -74,9 +74,9 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "fault": _parse_fault(options.fault),
         }
     )
+    attention_ranks = _attention_ranks(options.sglang_arguments, device)
     if config.role is Role.DECODE:
-        tp_size = _tp_size(options.sglang_arguments)
-        RankShard(0, tp_size, config.groups)
+        RankShard(0, attention_ranks, config.groups)
     return config
 
 
@@ -168,10 +168,26 @@ def _check_manifest(model: Path, groups: int | None) -> int:
     return manifest.plan.groups
 
 
-def _tp_size(arguments: tuple[str, ...]) -> int:
-    text = _option(arguments, "--tp-size", "--tensor-parallel-size", "--tp") or "1"
+def _attention_ranks(arguments: tuple[str, ...], device: str) -> int:
+    """Ranks that share a request's attention: all, or those of one data-parallel rank."""
+    tp_size = _whole_number(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
+    if "--enable-dp-attention" not in arguments:
+        return tp_size
+    if device == "cpu":
+        raise ConfigError(
+            "--enable-dp-attention: SGLang's gathers between data-parallel ranks have no CPU form; "
+            "leave it out, or serve with --device cuda"
+        )
+    dp_size = _whole_number(arguments, "--dp-size", "--data-parallel-size", "--dp")
+    if tp_size % dp_size:
+        raise ConfigError(f"--tp-size {tp_size} is not a multiple of --dp-size {dp_size}")
+    return tp_size // dp_size
+
+
+def _whole_number(arguments: tuple[str, ...], *names: str) -> int:
+    text = _option(arguments, *names) or "1"
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--tp-size {text!r} is not a positive whole number")
+        raise ConfigError(f"{names[0]} {text!r} is not a positive whole number")
     return int(text)
 
 

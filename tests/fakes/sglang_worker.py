@@ -140,6 +140,7 @@ class FakeWorker:
     model: str = MODEL
     mode: str | None = None
     instance_id: str | None = None
+    dp_size: int = 1
     bootstrap_port: int = 8998
     api_key: str | None = None
     seen: list[Seen] = field(default_factory=list)
@@ -211,7 +212,7 @@ class FakeWorker:
             "api_key": "secret that must not leak",
         }
         held = {"instance_id": self.instance_id, "running": self.running}
-        info["internal_states"] = [{"tpla": held}]
+        info["internal_states"] = [{"tpla": held}] * self.dp_size
         return JSONResponse(info)
 
     async def _models(self, request: Request) -> Response:

@@ -51,9 +51,11 @@ class Decode:
     tp: int
     transfer: str = "zmq"
     first_gpu: int = 0
+    dp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.mode}-g{self.groups}-{self.kv_format}-tp{self.tp}-{self.transfer}"
+        ranks = f"tp{self.tp}" if self.dp == 1 else f"tp{self.tp}-dp{self.dp}"
+        return f"{self.mode}-g{self.groups}-{self.kv_format}-{ranks}-{self.transfer}"
 
     @property
     def gpus(self) -> int:
@@ -64,6 +66,7 @@ DECODES = (
     Decode("snapmla", 1, "0", "fp8", 1),
     Decode("mla", 1, "0", "bf16", 1),
     Decode("mla", 1, "0", "bf16", 2),
+    Decode("snapmla", 1, "0", "fp8", 2, dp=2),
     Decode("tpla", 2, "0", "fp8", 2),
     Decode("tpla", 2, "32", "bf16", 2),
     Decode("tpla", 4, "32", "fp8", 4),
@@ -97,6 +100,8 @@ def fleet(
         for decode, model in models.items():
             kind = ("--mode", decode.mode, "--kv-format", decode.kv_format)
             place = ("--tp-size", str(decode.tp), "--base-gpu-id", str(decode.first_gpu))
+            divided = ("--enable-dp-attention", "--dp-size", str(decode.dp))
+            place += divided if decode.dp > 1 else ()
             decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *transfer)
         for worker in (prefill, *decodes.values()):
             worker.wait()

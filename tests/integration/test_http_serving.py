@@ -242,7 +242,20 @@ def test_workers_and_metrics_tell_what_happened(system: Cluster) -> None:
     assert all(worker["healthy"] and worker["breaker"] == "closed" for worker in listed)
     assert listed[0]["load"] == {"instance_id": None, "running": 0}
     assert "secret" not in json.dumps(listed)
-    assert "secret" not in json.dumps(listed)
+
+
+def test_a_workers_load_is_that_of_all_its_data_parallel_ranks(
+    system: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system.decode[0], "dp_size", 2)
+    rank = {"instance_id": None, "running": 0}
+    wait_until(lambda: _loads(system)[2] == {"dp_ranks": [rank, rank]})
+    assert _loads(system)[3] == rank
+
+
+def _loads(system: Cluster) -> list[object]:
+    listed = system.client.get("/workers").json()["workers"]
+    return [worker["load"] for worker in listed]
 
 
 def test_probes(system: Cluster) -> None:

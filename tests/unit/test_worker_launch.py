@@ -56,6 +56,7 @@ def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> No
         ({"groups": 4}, "converted for 2"),
         ({"sglang_arguments": ("--tp-size", "3")}, "not a multiple of 2"),
         ({"sglang_arguments": ("--tp-size=none",)}, "not a positive whole number"),
+        ({"sglang_arguments": ("--tp-size=2", "--enable-dp-attention")}, "no CPU form"),
         ({"mode": Mode.SNAPMLA, "groups": 2}, "use groups=1"),
         ({"mode": Mode.SNAPMLA, "kv_format": "bf16"}, "use mode mla"),
         ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
@@ -198,6 +199,21 @@ def test_a_gpu_decode_worker_runs_our_backend_on_pages_that_its_kernels_like(
         assert line[line.index(flag) + 1] == value
     prefill = config.model_copy(update={"role": Role.PREFILL})
     assert "--attention-backend" not in sglang_command_line(prefill, ())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(("2", "2"), "not a multiple of 2"), (("4", "3"), "--dp-size 3")]
+)
+def test_groups_must_fit_the_ranks_of_one_data_parallel_rank(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[str, str], words: str
+) -> None:
+    monkeypatch.setattr("tpla.workers.launch.resolve_device", lambda asked: "cuda")
+    tp_size, dp_size = ranks
+    flags = ("--enable-dp-attention", "--tp-size", tp_size, "--dp-size", dp_size)
+    with pytest.raises(ConfigError, match=words):
+        configure(options(converted, sglang_arguments=flags))
+    fitting = ("--enable-dp-attention", "--tp-size", "4", "--dp-size", "2")
+    assert configure(options(converted, sglang_arguments=fitting)).groups == 2
 
 
 @pytest.mark.parametrize(

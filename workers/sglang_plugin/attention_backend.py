@@ -26,6 +26,10 @@ class TorchLatentBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Nothing to prepare: lengths are read from the batch."""
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a row that pads a DP rank's batch: it reads the pool's dummy slot."""
+        return 1
+
     def support_triton(self) -> bool:
         """Triton kernels of the engine are off with this backend."""
         return False
