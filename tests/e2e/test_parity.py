@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import REFERENCE_MODEL, Conversions, StartWorker, worker_set
@@ -188,6 +189,17 @@ def test_equality_survives_retraction(fleet: Started) -> None:
     assert all(len(ids) > 120 for ids in alone), "too short to fill the pool"
     retractions = [a.decode.json()["meta_info"].get("num_retractions", 0) for a in answers]
     assert sum(retractions) > 0, "the pool was large enough: nothing was retracted"
+
+
+def test_weights_cannot_be_updated_in_place_which_harms_nothing(fleet: Started) -> None:
+    decode, worker = next(iter(fleet.decodes.items()))
+    prompt = fleet.prompts(1)[0]
+    before = ask(fleet.prefill, worker, prompt, 8).ids
+    body = {"model_path": str(fleet.models[decode])}
+    answer = httpx.post(f"{worker.url}/update_weights_from_disk", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "start the worker anew" in answer.json()["message"]
+    assert ask(fleet.prefill, worker, prompt, 8).ids == before
 
 
 def test_nothing_is_held_when_idle_and_rows_have_their_true_size(fleet: Started) -> None:

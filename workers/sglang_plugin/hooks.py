@@ -101,6 +101,7 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
 
     registry.register(targets.BUILD_MLA_KV_POOL.path, build_pool, hook_type.AROUND)
     registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)
+    _register_freeing(registry, hook_type)
     if config.mode is Mode.TPLA:
 
         def slice_after_load(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -109,6 +110,24 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
             around_load(original, self, *args, **kwargs)
 
         registry.register(targets.POST_LOAD_WEIGHTS.path, slice_after_load, hook_type.AROUND)
+
+
+def _register_freeing(registry: Any, hook_type: Any) -> None:
+    """Its module imports the model, which it must not while plug-ins load."""
+
+    def free_after_load(output: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        from tpla.workers.sglang_plugin.decode_weights import free_after_load as after_load
+
+        return after_load(output, runner, *args, **kwargs)
+
+    def refuse_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        from tpla.workers.sglang_plugin.decode_weights import refuse_update as around_update
+
+        return around_update(original, updater, *args, **kwargs)
+
+    registry.register(targets.LOAD_MODEL.path, free_after_load, hook_type.AFTER)
+    for target in targets.UPDATE_WEIGHTS:
+        registry.register(target.path, refuse_update, hook_type.AROUND)
 
 
 def _named(hook: functools.partial[Any]) -> functools.partial[Any]:

@@ -81,6 +81,14 @@ COMPUTE_CELL_SIZE = Target(
     _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
     ("self", "kvc", "num_layers"),
 )
+LOAD_MODEL = Target(_SRT + "model_executor.model_runner.ModelRunner.load_model", ("self",))
+_UPDATER = _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
+UPDATE_WEIGHTS = (
+    Target(_UPDATER + "update_weights_from_disk", ("self", "model_path", "load_format")),
+    Target(_UPDATER + "update_weights_from_distributed", ("self", "names", "dtypes", "shapes")),
+    Target(_UPDATER + "update_weights_from_tensor", ("self", "named_tensors")),
+    Target(_UPDATER + "update_weights_from_ipc", ("self", "recv_req")),
+)
 POST_LOAD_WEIGHTS = Target(
     _SRT
     + "models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights",
@@ -135,6 +143,6 @@ CPU_WORKER = (
     GET_LAST_LOC,
     ON_IDLE,
 )
-DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE)
+DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE, LOAD_MODEL, *UPDATE_WEIGHTS)
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
 ALL_HOOKED = EVERY_WORKER + CPU_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER
