@@ -25,7 +25,7 @@ class ServingSystem:
         groups: latent groups; one is head-sharded MLA.
         kv_format: of decode's cache.
         tpla_mode: mode of ``tpla worker``, or None for SGLang alone.
-        flags: SGLang's own for decode, beyond those that all systems share.
+        flags: for decode, beyond those that all systems share.
         dp: attention data parallelism.
         dcp: decode context parallelism.
     """
@@ -49,6 +49,7 @@ SYSTEMS = (
         "sglang-dp", 1, "bf16", flags=(*_FLASHMLA, "--enable-dp-attention", "--dp", "{tp}"), dp=2
     ),
     ServingSystem("tpla-fp8", 2, "fp8", tpla_mode="tpla"),
+    ServingSystem("tpla-fp8-scatter", 2, "fp8", tpla_mode="tpla", flags=("--scatter-output",)),
     ServingSystem("tpla-bf16", 2, "bf16", tpla_mode="tpla"),
     ServingSystem("snapmla", 1, "fp8", tpla_mode="snapmla"),
 )

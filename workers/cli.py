@@ -39,6 +39,14 @@ def _worker(
     kv_format: Annotated[
         str | None, typer.Option(help="decode rows: fp8, bf16 or fp32 (default fp8; mla: bf16)")
     ] = None,
+    scatter_output: Annotated[
+        bool,
+        typer.Option(
+            "--scatter-output",
+            help="decode in mode tpla: add up the latent groups before o_proj, which is then held "
+            "once and not by every group",
+        ),
+    ] = False,
     transfer: Annotated[
         str,
         typer.Option(
@@ -64,6 +72,7 @@ def _worker(
         mode=mode,
         groups=groups,
         kv_format=kv_format,
+        scatter_output=scatter_output,
         transfer=transfer,
         transfer_timeout=transfer_timeout,
         device=device,

@@ -37,6 +37,7 @@ class WorkerOptions:
     mode: Mode
     groups: int | None
     kv_format: str | None
+    scatter_output: bool
     transfer: str
     transfer_timeout: float
     device: str
@@ -66,6 +67,7 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "mode": options.mode,
             "groups": groups,
             "kv_format": options.kv_format or ("bf16" if options.mode is Mode.MLA else "fp8"),
+            "scatter_output": options.scatter_output,
             # A worker alone does not know where its peers run.
             "transfer": choose_transfer(options.transfer, gpus_of_one_host=False),
             "timeouts": {"handshake": timeout, "reserve": timeout, "push": timeout, "ack": timeout},

@@ -81,6 +81,9 @@ class WorkerConfig(BaseModel):
     mode: Mode = Mode.TPLA
     groups: Annotated[int, Field(ge=1)] = 1
     kv_format: KVFormat = KVFormat.FP8
+    scatter_output: bool = False
+    """Mode tpla: add up the latent groups before o_proj, whose weights are then held once and not
+    by every group, for one more collective a layer."""
     transfer: Transfer = Transfer.ZMQ
     timeouts: TransferTimeouts = TransferTimeouts()
     device: Annotated[str, Field(pattern="^(cpu|cuda)$")] = "cpu"
@@ -98,6 +101,11 @@ class WorkerConfig(BaseModel):
             raise ValueError(
                 f"mode {self.mode.value} keeps the latent whole, groups={self.groups}; "
                 "use groups=1 or mode tpla"
+            )
+        if self.scatter_output and self.mode is not Mode.TPLA:
+            raise ValueError(
+                f"scatter_output adds up latent groups, of which mode {self.mode.value} has one; "
+                "leave --scatter-output out, or use mode tpla"
             )
         if self.mode is Mode.SNAPMLA and self.kv_format is not KVFormat.FP8:
             raise ValueError(f"mode snapmla is fp8, kv_format={self.kv_format.value}; use mode mla")

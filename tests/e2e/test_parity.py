@@ -26,6 +26,7 @@ from tests.unit.checkpoints import edit_config, make_checkpoint
 pytestmark = pytest.mark.e2e
 
 TOKENS = 20
+SCATTER = ("--scatter-output",)
 RESERVE_LITTLE = ("--num-reserved-decode-tokens", "16")
 
 
@@ -77,13 +78,14 @@ FLEETS = (
             # little lets them in all the same: some are retracted and resumed.
             Decode("tpla", 2, "16", "fp8", 2, ("--max-total-tokens", "1280", *RESERVE_LITTLE)),
             Decode("mla", 1, "0", "fp32", 1),
-            Decode("tpla", 2, "32", "fp32", 4),
+            # Two latent groups among four ranks are added up in a group of their own.
+            Decode("tpla", 2, "32", "fp32", 4, SCATTER),
         ),
     ),
     # DeepSeek-V3's shape: low-rank queries, mixture of experts, yarn RoPE.
     Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 2),), "v3"),
     # Every layer a width of its own, and two that share one.
-    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2),)),
+    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2, SCATTER),)),
 )
 
 
@@ -177,7 +179,7 @@ def test_concurrent_requests_equal_the_same_requests_one_by_one(fleet: Started) 
 
 
 def test_equality_survives_retraction(fleet: Started) -> None:
-    small = [d for d in fleet.decodes if d.extra]
+    small = [d for d in fleet.decodes if RESERVE_LITTLE[0] in d.extra]
     if not small:
         pytest.skip("no worker of this fleet has a small pool")
     worker = fleet.decodes[small[0]]

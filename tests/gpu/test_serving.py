@@ -51,11 +51,11 @@ class Decode:
     tp: int
     transfer: str = "zmq"
     first_gpu: int = 0
-    dp: int = 1
+    extra: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        ranks = f"tp{self.tp}" if self.dp == 1 else f"tp{self.tp}-dp{self.dp}"
-        return f"{self.mode}-g{self.groups}-{self.kv_format}-{ranks}-{self.transfer}"
+        kind = f"{self.mode}-g{self.groups}-{self.kv_format}-tp{self.tp}-{self.transfer}"
+        return kind + "".join(self.extra)
 
     @property
     def gpus(self) -> int:
@@ -66,9 +66,10 @@ DECODES = (
     Decode("snapmla", 1, "0", "fp8", 1),
     Decode("mla", 1, "0", "bf16", 1),
     Decode("mla", 1, "0", "bf16", 2),
-    Decode("snapmla", 1, "0", "fp8", 2, dp=2),
+    Decode("snapmla", 1, "0", "fp8", 2, extra=("--enable-dp-attention", "--dp-size=2")),
     Decode("tpla", 2, "0", "fp8", 2),
     Decode("tpla", 2, "32", "bf16", 2),
+    Decode("tpla", 2, "32", "fp8", 2, extra=("--scatter-output",)),
     Decode("tpla", 4, "32", "fp8", 4),
     # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
     Decode("snapmla", 1, "0", "fp8", 1, "nccl", first_gpu=1),
@@ -98,10 +99,8 @@ def fleet(
         prefill = start("prefill", next(iter(models.values())), *FLAGS, *PREFILL_FLAGS, *transfer)
         decodes = {}
         for decode, model in models.items():
-            kind = ("--mode", decode.mode, "--kv-format", decode.kv_format)
+            kind = ("--mode", decode.mode, "--kv-format", decode.kv_format, *decode.extra)
             place = ("--tp-size", str(decode.tp), "--base-gpu-id", str(decode.first_gpu))
-            divided = ("--enable-dp-attention", "--dp-size", str(decode.dp))
-            place += divided if decode.dp > 1 else ()
             decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *transfer)
         for worker in (prefill, *decodes.values()):
             worker.wait()

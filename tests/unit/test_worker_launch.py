@@ -39,7 +39,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path, **changes: Any) -> WorkerOptions:
     values: dict[str, Any] = {
         "role": Role.DECODE, "model": model, "mode": Mode.TPLA, "groups": None, "kv_format": None,
-        "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu", "fault": None,
+        "scatter_output": False, "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu",
+        "fault": None,
         "sglang_arguments": ("--tp-size", "2"),
     }  # fmt: skip
     return WorkerOptions(**{**values, **changes})
@@ -60,6 +61,7 @@ def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> No
         ({"mode": Mode.SNAPMLA, "groups": 2}, "use groups=1"),
         ({"mode": Mode.SNAPMLA, "kv_format": "bf16"}, "use mode mla"),
         ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
+        ({"mode": Mode.SNAPMLA, "scatter_output": True}, "leave --scatter-output out"),
         ({"kv_format": "int4"}, "kv_format='int4'"),
         ({"transfer": "rdma"}, "transfer='rdma'"),
         ({"transfer": "nccl"}, "use --transfer zmq, or --device cuda"),

@@ -6,6 +6,7 @@ dims. Source: TPLA, sharded decode; the shared core and the per-head logit scale
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from sglang.srt.runtime_context import get_parallel
 from tpla.core.checkpoint import VALUES_TENSOR, Manifest, values_path
 from tpla.core.errors import HookError
 from tpla.core.latent_layout import CORE_VALUE_GROUP, RankShard, ShardPlan
+from tpla.workers.sglang_plugin.output_projection import ScatteredOutput
 
 
 def slice_absorbed_weights(
@@ -50,9 +52,12 @@ def slice_absorbed_weights(
 
 
 @contextmanager
-def _head_sharding(shard: RankShard) -> Iterator[None]:
-    """Let SGLang's constructor see the head shards as its attention TP group."""
-    original = deepseek_v2.get_parallel
+def _head_sharding(shard: RankShard, scatter_output: bool) -> Iterator[None]:
+    """Let SGLang's constructor see the head shards as its attention TP group.
+
+    With ``scatter_output`` its o_proj, the one row-parallel projection there, is ours.
+    """
+    original, projection = deepseek_v2.get_parallel, deepseek_v2.RowParallelLinear
 
     class HeadParallel:
         """The real parallel state, with attention TP narrowed to the head shards."""
@@ -64,10 +69,12 @@ def _head_sharding(shard: RankShard) -> Iterator[None]:
             return getattr(original(), name)
 
     deepseek_v2.get_parallel = HeadParallel
+    if scatter_output:
+        deepseek_v2.RowParallelLinear = functools.partial(ScatteredOutput, shard)
     try:
         yield
     finally:
-        deepseek_v2.get_parallel = original
+        deepseek_v2.get_parallel, deepseek_v2.RowParallelLinear = original, projection
 
 
 def read_aligned_values(path: Path, group: int, first: int, heads: int) -> torch.Tensor:
@@ -77,8 +84,17 @@ def read_aligned_values(path: Path, group: int, first: int, heads: int) -> torch
     return part_HLV
 
 
-def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> type:
-    """Subclass SGLang's ``DeepseekV2AttentionMLA`` for the ranks of a TPLA decode worker."""
+def make_shard_attention(
+    base: type, manifest: Manifest, checkpoint: Path, scatter_output: bool
+) -> type:
+    """Subclass SGLang's ``DeepseekV2AttentionMLA`` for the ranks of a TPLA decode worker.
+
+    Args:
+        base: SGLang's class.
+        manifest: of the checkpoint.
+        checkpoint: folder with value projections fitted for decode, if the manifest has any.
+        scatter_output: add up the latent groups before o_proj, which then is held once.
+    """
 
     class TPLAShardAttention(base):
         """Projections sharded over heads; keys and values restricted to the rank's slice."""
@@ -86,7 +102,7 @@ def make_shard_attention(base: type, manifest: Manifest, checkpoint: Path) -> ty
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             parallel = get_parallel()
             shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, manifest.plan.groups)
-            with _head_sharding(shard):
+            with _head_sharding(shard, scatter_output):
                 super().__init__(*args, **kwargs)
             if self.o_proj.reduce_results:
                 raise HookError(

@@ -180,7 +180,9 @@ def _install_attention(config: WorkerConfig) -> None:
 
         manifest = load_manifest(config)
         assert manifest is not None
-        attention = make_shard_attention(attention, manifest, Path(config.model))
+        attention = make_shard_attention(
+            attention, manifest, Path(config.model), config.scatter_output
+        )
     if config.device == "cuda":
         from tpla.workers.sglang_plugin.attention_fused import fuse_decode
         from tpla.workers.sglang_plugin.selfcheck import resolve
