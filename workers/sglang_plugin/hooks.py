@@ -86,6 +86,13 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.PREFILL_INIT_KV_MANAGER.path, attach, after)
     registry.register(targets.DECODE_INIT_KV_MANAGER.path, attach, after)
     registry.register(targets.GET_INTERNAL_STATE.path, accounting.add_to_internal_state, after)
+    registry.register(targets.HANDLE_SHUTDOWN.path, _leave_loop, after)
+
+
+def _leave_loop(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    from tpla.workers.sglang_plugin.shutdown import leave_loop
+
+    leave_loop(output, scheduler, *args, **kwargs)
 
 
 def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> None:

@@ -95,14 +95,21 @@ class TplaKVManager(CommonKVManager):
 
     def accounting(self) -> dict[str, Any]:
         """What this rank holds for transfers; all zero when idle, but for peers and totals."""
-        half = self.sender if hasattr(self, "sender") else self.receiver
         tracked = getattr(self, "addr_to_rooms_tracker", {})
         return {
-            **half.accounting(),
+            **self._half.accounting(),
             "statuses": len(self.request_status),
             "failure_records": len(self.failure_records),
             "tracked_rooms": sum(len(rooms) for rooms in tracked.values()),
         }
+
+    def close(self) -> None:
+        """End every transfer, and let the peers know."""
+        self._half.close()
+
+    @property
+    def _half(self) -> PrefillSender | DecodeReceiver:
+        return self.sender if hasattr(self, "sender") else self.receiver
 
     # ---- room events, from the link's thread
 

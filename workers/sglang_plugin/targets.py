@@ -72,6 +72,9 @@ DECODE_INIT_KV_MANAGER = Target(
 GET_INTERNAL_STATE = Target(
     _SRT + "managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req")
 )
+HANDLE_SHUTDOWN = Target(
+    _SRT + "managers.scheduler.Scheduler.handle_shutdown", ("self", "recv_req")
+)
 ON_IDLE = Target(_SRT + "managers.scheduler.Scheduler.on_idle", ("self",))
 BUILD_MLA_KV_POOL = Target(
     _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
@@ -132,6 +135,7 @@ EVERY_WORKER = (
     PREFILL_INIT_KV_MANAGER,
     DECODE_INIT_KV_MANAGER,
     GET_INTERNAL_STATE,
+    HANDLE_SHUTDOWN,
 )
 CPU_WORKER = (
     SERVER_ARGS_POST_INIT,
