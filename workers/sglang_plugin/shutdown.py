@@ -5,6 +5,7 @@ So a worker that was told to stop waited 15 seconds for ranks that went on, and 
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from tpla.workers.sglang_plugin.kv_manager import TplaKVManager
@@ -19,4 +20,5 @@ def leave_loop(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     queue = scheduler.disagg_decode_prealloc_queue or scheduler.disagg_prefill_bootstrap_queue
     if isinstance(queue.kv_manager, TplaKVManager):
         queue.kv_manager.close()
+    gc.freeze()  # the interpreter would look for cycles in all that it held, for seconds
     raise SystemExit(0)
