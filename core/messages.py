@@ -5,6 +5,7 @@ One connection a pair of ranks carries both directions::
     decode                                     prefill
       Hello(layout, fingerprint, ...)  ──────>            handshake, once a connection
                         <──────  Welcome | Refuse
+                        <──────  Dropped                  no handshake, or not any more
       Reserve(room, pages)             ──────>            pages are allocated on decode
                         <──────  Chunk + payload          as prefill proceeds
       Credit(bytes)                    ──────>            payload is in the pool
@@ -17,8 +18,8 @@ One connection a pair of ranks carries both directions::
 
 A Chunk's rows lie as decode's own :class:`~tpla.core.latent_layout.CacheLayout` says; with transfer
 ``zmq`` they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
-metadata of the first token. Digests are xxh3-64 of header and payload, or of header and a digest
-that the device made of the rows.
+metadata of the first token. Digests are xxh3-64 of header and payload; rows that go from GPU to GPU
+end with one that the device made of them, beginning with that of the header.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ class Welcome(_Message, frozen=True):
 
 class Refuse(_Message, frozen=True):
     """Prefill refuses the offer; ``reason`` names both values."""
+
+    reason: str
+
+
+class Dropped(_Message, frozen=True):
+    """Prefill does not know this rank, or no longer: it must greet anew.
+
+    It answers anything but a Hello, so one that comes while a Hello waits for its answer is stale.
+    """
 
     reason: str
 
@@ -136,6 +146,7 @@ Message = (
     Hello
     | Welcome
     | Refuse
+    | Dropped
     | Reserve
     | Chunk
     | Credit

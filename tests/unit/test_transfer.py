@@ -18,6 +18,8 @@ from tpla.core.errors import (
     TransferError,
     TransferTimeout,
 )
+from tpla.core.messages import Dropped
+from tpla.workers.transfer.protocol import Reservation
 
 ROOM = 7_000_000_000_000_000_001
 PAGES, TARGET = [3, 9, 4, 1, 8], [11, 12, 13, 2, 6]
@@ -314,3 +316,24 @@ def test_a_request_larger_than_the_window_arrives_whole(
     for rank in pair.ranks:
         assert len(rank.pool.written) == 100
         assert_holds(rank.pool, 57, expected_rows(57, rank.pool.layout))
+
+
+def test_word_of_a_connection_that_was_dropped_does_not_end_the_greeting_after_it(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 1)
+    receiver = pair.ranks[0].receiver
+    pair.sender.open(ROOM)
+    receiver.expect(ROOM, [pair.endpoint])
+    receiver.greet(pair.endpoint)
+    receiver.on_message(pair.endpoint, Dropped("said to its predecessor"), None)
+    reservation = Reservation(np.array(TARGET, np.int32), pair.endpoint, (), 1, 0)
+    receiver.reserve(ROOM, reservation)
+    assert eventually(lambda: ROOM in pair.events.ready), pair.ranks[0].events.failed
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.done)
+    receiver.on_message(pair.endpoint, Dropped("now it is meant"), None)
+    receiver.expect(ROOM + 1, [pair.endpoint])
+    receiver.reserve(ROOM + 1, reservation)
+    assert eventually(lambda: ROOM + 1 in pair.ranks[0].events.failed)
+    assert "now it is meant" in str(pair.ranks[0].events.failed[ROOM + 1])

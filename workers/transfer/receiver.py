@@ -32,6 +32,7 @@ from tpla.core.messages import (
     Chunk,
     Credit,
     Done,
+    Dropped,
     Hello,
     Message,
     Ping,
@@ -220,6 +221,8 @@ class DecodeReceiver:
                 self._on_welcome(peer, message.data_port)
             elif isinstance(message, Refuse):
                 self._on_refuse(peer, message.reason)
+            elif isinstance(message, Dropped):
+                self._on_dropped(peer, message.reason)
             elif isinstance(message, Abort):
                 self._on_abort(peer, message)
             elif isinstance(message, AbortAck):
@@ -287,6 +290,11 @@ class DecodeReceiver:
             state = self._rooms.get(room)
             if state is not None and not state.closed:
                 self._link.send(endpoint, reserve)
+
+    def _on_dropped(self, endpoint: str, reason: str) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is not None and peer.state is _PeerState.WELCOME:
+            self._on_refuse(endpoint, reason)
 
     def _on_refuse(self, endpoint: str, reason: str) -> None:
         logger.error("prefill rank %s refused this decode rank: %s", endpoint, reason)

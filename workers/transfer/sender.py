@@ -31,6 +31,7 @@ from tpla.core.messages import (
     Chunk,
     Credit,
     Done,
+    Dropped,
     Hello,
     Message,
     Ping,
@@ -178,7 +179,7 @@ class PrefillSender:
             if isinstance(message, Hello):
                 self._on_hello(peer, message)
             elif peer not in self._pushers:
-                self._link.send(peer, Refuse("say Hello first"))
+                self._link.send(peer, Dropped("say Hello first"))
             elif isinstance(message, Reserve):
                 self._on_reserve(peer, message)
             elif isinstance(message, Credit):
@@ -374,7 +375,7 @@ class PrefillSender:
             if self._pushers.get(pusher.peer) is not pusher:
                 return
         self.on_disconnect(pusher.peer)
-        self._link.send(pusher.peer, Refuse(f"the connection for rows broke: {error}"))
+        self._link.send(pusher.peer, Dropped(f"the connection for rows broke: {error}"))
 
     def send_task(self, pusher: Pusher, task: Task) -> None:
         """Pack and send a task's pages in chunks; runs on the pusher's thread."""
