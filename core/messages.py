@@ -18,8 +18,8 @@ One connection a pair of ranks carries both directions::
 
 A Chunk's rows lie as decode's own :class:`~tpla.core.latent_layout.CacheLayout` says; with transfer
 ``zmq`` they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
-metadata of the first token. Digests are xxh3-64 of header and payload; rows that go from GPU to GPU
-end with one that the device made of them, beginning with that of the header.
+metadata of the first token. Digests are xxh3-64 of header and payload, or of header and a digest
+that the device made of the rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
