@@ -133,5 +133,5 @@ def _ridge(
 ) -> torch.Tensor:
     energy_H = gram_HDD.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)
     pull_HDD = torch.diag_embed((ridge * energy_H)[:, None].expand(-1, gram_HDD.shape[1]))
-    fitted: torch.Tensor = torch.linalg.solve(gram_HDD + pull_HDD, cross_HDV + pull_HDD @ start_HDV)
-    return fitted
+    factor_HDD = torch.linalg.cholesky(gram_HDD + pull_HDD)
+    return torch.cholesky_solve(cross_HDV + pull_HDD @ start_HDV, factor_HDD)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tpla.convert.alignment import Alignment
+from tpla.convert.calibrate import advance
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
@@ -150,6 +151,11 @@ class Subject:
     def spectrum(self, layer: int) -> list[float] | None:
         """Shares of energy of ``layer``'s dims, None for a checkpoint that was not converted."""
         return None if self.manifest is None else self.manifest.spectrum[layer]
+
+    def install(self, layer: nn.Module, index: int, spec: DecodeSpec) -> None:
+        """Make layer ``index`` decode by ``spec`` behind an exact prefill, which it leaves out."""
+        fitted = self.values(index) if _uses_values(spec) else None
+        install(layer, spec, self.scales(index), fitted, self.spectrum(index), prefilled=False)
 
     @property
     def method(self) -> str:
@@ -286,25 +292,37 @@ def _hidden_states(
     for index in range(model.layers):
         progress("layers", index, model.layers)
         layer: Any = model.layer(index)
-        advance_scored(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
-                fitted = subject.values(index) if _uses_values(spec) else None
-                install(layer, spec, subject.scales(index), fitted, subject.spectrum(index))
-                advance_scored(model, layer, hidden, spec.first_scored)
+                subject.install(layer, index, spec)
+                advance_decoded(model, layer, hidden, exact, spec)
                 uninstall(layer)
+        advance(model, layer, exact)
         del layer
     progress("layers", model.layers, model.layers)
     return exact, others
 
 
-def advance_scored(
-    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], first_scored: int = 0
+def advance_decoded(
+    model: LayeredModel,
+    layer: nn.Module,
+    hidden: list[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    spec: DecodeSpec,
 ) -> None:
-    """Replace hidden states by the layer's output, in sequences where a position is scored."""
-    for position, hidden_TE in enumerate(hidden):
-        if hidden_TE.shape[0] > first_scored + 1:
-            hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
+    """Replace hidden states by the output of a layer that decodes, where a position is scored.
+
+    Args:
+        model: whose layer it is.
+        layer: with ``install(..., prefilled=False)`` done.
+        hidden: inputs of the layer; rows of positions below ``spec.prefill`` mean nothing.
+        exact: inputs of the layer in the exact model, which those rows are taken from.
+        spec: how the layer decodes.
+    """
+    for position, own_TE in enumerate(hidden):
+        if own_TE.shape[0] > spec.first_scored + 1:
+            joined_TE = torch.cat([exact[position][: spec.prefill], own_TE[spec.prefill :]])
+            hidden[position] = run_layer(layer, joined_TE, model.rotary(joined_TE.shape[0]))
 
 
 def _score_sequence(

@@ -22,7 +22,7 @@ import torch
 
 from tpla.convert.calibrate import Recipe, advance, fit_decode, rotate_layer
 from tpla.convert.checkpoint_io import Checkpoint
-from tpla.convert.evaluate import advance_scored, score_states
+from tpla.convert.evaluate import advance_decoded, score_states
 from tpla.convert.layers import LayeredModel
 from tpla.convert.pipeline import (
     ConversionOptions,
@@ -272,9 +272,9 @@ class _Trial:
     ) -> None:
         """Fit decode of a rotated layer, note its error, replace the hidden states."""
         scales_HG, values_GHWV = fit_decode(model, layer, index, calibration, self.recipe)
-        install(layer, self.spec, scales_HG.tolist(), values_GHWV)
+        install(layer, self.spec, scales_HG.tolist(), values_GHWV, prefilled=False)
         self.layer_errors.append(attention_error(model, layer, exact))
-        advance_scored(model, layer, self.hidden, self.spec.prefill)
+        advance_decoded(model, layer, self.hidden, exact, self.spec)
         uninstall(layer)
 
 

@@ -178,6 +178,8 @@ class SlicedAttention:
         scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
         values_GHWV: fitted value projections of TPLA's groups; slices of W_UV where absent.
         energies_G: mean square of each group's slice, where its norm is sliced.
+        prefilled: whether the exact positions are computed; if not, their rows of the output are
+            zero, for callers that have them already.
 
     Raises:
         ConfigError: GLA with a number of heads that the groups do not divide.
@@ -190,6 +192,7 @@ class SlicedAttention:
         scales_HG: torch.Tensor | None = None,
         values_GHWV: torch.Tensor | None = None,
         energies_G: torch.Tensor | None = None,
+        prefilled: bool = True,
     ) -> None:
         if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
             raise ConfigError(
@@ -201,6 +204,7 @@ class SlicedAttention:
         self.plan = spec.plan.layer(attention.layer_idx)
         self.scales_HG = ones if scales_HG is None else scales_HG
         self.values_GHWV, self.energies_G = values_GHWV, energies_G
+        self.prefilled = prefilled
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
@@ -214,7 +218,7 @@ class SlicedAttention:
     def _sequence(self, x_TE: torch.Tensor, rotary: Any) -> torch.Tensor:
         seen = project(self.attention, x_TE, rotary)
         prefill = min(self.spec.prefill, x_TE.shape[0])
-        exact_HTV = self._exact(seen, 0, prefill)
+        exact_HTV = self._prefill(seen, prefill)
         if self.energies_G is not None:
             seen = seen._replace(latent_TR=normalise_slices(seen.latent_TR, self.energies_G))
         if self.spec.sliced is Sliced.NORM:
@@ -224,6 +228,14 @@ class SlicedAttention:
         heads_HTV = torch.cat([exact_HTV, decoded_HTV], 1)
         output_TE: torch.Tensor = self.attention.o_proj(heads_HTV.transpose(0, 1).flatten(1))
         return output_TE
+
+    def _prefill(self, seen: Projected, prefill: int) -> torch.Tensor:
+        """Queries below ``prefill``: ``[H, prefill, V]``."""
+        if self.prefilled:
+            return self._exact(seen, 0, prefill)
+        return seen.latent_TR.new_zeros(
+            self.attention.num_heads, prefill, self.attention.v_head_dim
+        )
 
     def _exact(self, seen: Projected, start: int, stop: int) -> torch.Tensor:
         """Queries ``start..stop``, unsliced: ``[H, stop - start, V]``."""
@@ -336,6 +348,7 @@ def install(
     scales: list[list[float]] | None = None,
     values_GHWV: torch.Tensor | None = None,
     spectrum: list[float] | None = None,
+    prefilled: bool = True,
 ) -> None:
     """Make a HuggingFace decoder layer decode by ``spec``.
 
@@ -345,6 +358,7 @@ def install(
         scales: the manifest's logit scales of this layer, ``[head][group]``; used by TPLA alone.
         values_GHWV: the layer's fitted value projections, likewise.
         spectrum: the manifest's shares of energy along the layer's dims; needed by a sliced norm.
+        prefilled: as in :class:`SlicedAttention`.
     """
     attention: Any = layer.self_attn
     tpla = spec.mode is Mode.TPLA
@@ -355,7 +369,7 @@ def install(
         shares_G = torch.tensor(spectrum).unflatten(0, (spec.plan.groups, -1)).sum(1)
         energies_G = shares_G * spec.plan.groups
     fitted = values_GHWV if tpla and spec.aligned else None
-    attention.forward = SlicedAttention(attention, spec, scales_HG, fitted, energies_G)
+    attention.forward = SlicedAttention(attention, spec, scales_HG, fitted, energies_G, prefilled)
 
 
 def uninstall(layer: nn.Module) -> None:
