@@ -156,6 +156,9 @@ def main(
     ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="METHOD:ALIGNMENT, repeatable")] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    calibration_context: Annotated[
+        int | None, typer.Option(help="tokens of a calibration sequence, if not the same")
+    ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="to convert with, at most")] = 16384,
     max_tokens: Annotated[int, typer.Option(help="to evaluate on, at most")] = 6144,
     learning_steps: Annotated[
@@ -174,7 +177,7 @@ def main(
     options = ConversionOptions(
         calibration=calibration,
         max_tokens=calibration_tokens,
-        context=context,
+        context=calibration_context or context,
         dtype=torch.float32,
         device=check_device(device),
     )

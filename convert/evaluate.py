@@ -1,8 +1,8 @@
 """Perplexity and divergence of decode approximations from the exact model.
 
 The exact model and every way to decode run side by side, one layer in memory at a time; each keeps
-the hidden states of all sequences. Scored are the tokens after ``scored_from``, that is, the
-predictions of the queries that the approximation applies to.
+the hidden states of all sequences, beyond a limit in a file. Scored are the tokens after
+``scored_from``, that is, the predictions of the queries that the approximation applies to.
 
 Shape suffixes: T tokens, E hidden size, V vocabulary.
 """
@@ -19,14 +19,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tpla.convert.alignment import Alignment
 from tpla.convert.calibrate import advance
 from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.hidden_states import MEMORY_BYTES, HiddenStates
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
+    KEYS_TENSOR,
     MANIFEST_NAME,
+    UNALIGNED,
     VALUES_TENSOR,
     Manifest,
     fingerprint,
@@ -84,7 +86,7 @@ class EvalRow:
         fields = [self.mode]
         if self.sliced != Sliced.SOFTMAX.value:
             fields.append(self.sliced)
-        elif self.mode == Mode.TPLA.value and self.alignment == Alignment.NONE.value:
+        elif self.mode == Mode.TPLA.value and self.alignment == UNALIGNED:
             fields.append("-align")
         return " ".join(fields)
 
@@ -142,11 +144,11 @@ class Subject:
         """Logit scales of ``layer``, None for a checkpoint that was not converted."""
         return None if self.manifest is None else self.manifest.logit_scales[layer]
 
-    def values(self, layer: int) -> torch.Tensor | None:
-        """Fitted value projections of ``layer``, ``[G, H, W, V]``; None where decode has none."""
+    def fitted(self, layer: int) -> dict[str, torch.Tensor]:
+        """Projections of ``layer`` that were fitted for decode, by name; see ``values_path``."""
         if self.manifest is None or not self.manifest.aligned:
-            return None
-        return load_file(values_path(self.checkpoint.directory, layer))[VALUES_TENSOR]
+            return {}
+        return load_file(values_path(self.checkpoint.directory, layer))
 
     def spectrum(self, layer: int) -> list[float] | None:
         """Shares of energy of ``layer``'s dims, None for a checkpoint that was not converted."""
@@ -154,8 +156,21 @@ class Subject:
 
     def install(self, layer: nn.Module, index: int, spec: DecodeSpec) -> None:
         """Make layer ``index`` decode by ``spec`` behind an exact prefill, which it leaves out."""
-        fitted = self.values(index) if _uses_values(spec) else None
-        install(layer, spec, self.scales(index), fitted, self.spectrum(index), prefilled=False)
+        fitted = self.fitted(index) if _uses_fitted(spec) else {}
+        install(
+            layer,
+            spec,
+            self.scales(index),
+            fitted.get(VALUES_TENSOR),
+            self.spectrum(index),
+            prefilled=False,
+            keys_GHNW=fitted.get(KEYS_TENSOR),
+        )
+
+    @property
+    def alignment(self) -> str:
+        """Which decode weights of the checkpoint were fitted."""
+        return UNALIGNED if self.manifest is None else self.manifest.alignment
 
     @property
     def method(self) -> str:
@@ -210,7 +225,7 @@ def evaluate_specs(
     exact, others = _hidden_states(subject, sequences, specs, progress)
     scores = score_states(subject.model, sequences, specs, exact, others)
     return [
-        _row(subject.method, spec, score, context)
+        _row(subject.method, subject.alignment, spec, score, context)
         for spec, score in zip(specs, scores, strict=True)
     ]
 
@@ -274,8 +289,9 @@ def score_states(
     scores = [Score() for _ in specs]
     head = model.head()
     for number, ids_T in enumerate(sequences):
-        states = [exact[number] if other is None else other[number] for other in others]
-        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+        exact_TE = exact[number]
+        states = [exact_TE if other is None else other[number] for other in others]
+        _score_sequence(head, ids_T, exact_TE, specs, states, scores)
     return scores
 
 
@@ -284,11 +300,11 @@ def _hidden_states(
     sequences: Sequence[torch.Tensor],
     specs: Sequence[DecodeSpec],
     progress: Callable[[str, int, int], None],
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor] | None]]:
+) -> tuple[HiddenStates, list[HiddenStates | None]]:
     """Last hidden states ``[T, E]`` of the exact model, and of each spec (None: the same)."""
     model = subject.model
-    exact = model.embed(sequences)
-    others = [None if spec.is_exact else list(exact) for spec in specs]
+    exact = model.embed(sequences, MEMORY_BYTES // (1 + len(specs)))
+    others = [None if spec.is_exact else exact.copy() for spec in specs]
     for index in range(model.layers):
         progress("layers", index, model.layers)
         layer: Any = model.layer(index)
@@ -306,7 +322,7 @@ def _hidden_states(
 def advance_decoded(
     model: LayeredModel,
     layer: nn.Module,
-    hidden: list[torch.Tensor],
+    hidden: HiddenStates,
     exact: Sequence[torch.Tensor],
     spec: DecodeSpec,
 ) -> None:
@@ -321,8 +337,19 @@ def advance_decoded(
     """
     for position, own_TE in enumerate(hidden):
         if own_TE.shape[0] > spec.first_scored + 1:
-            joined_TE = torch.cat([exact[position][: spec.prefill], own_TE[spec.prefill :]])
-            hidden[position] = run_layer(layer, joined_TE, model.rotary(joined_TE.shape[0]))
+            hidden[position] = decode_layer(model, layer, own_TE, exact[position], spec.prefill)
+
+
+def decode_layer(
+    model: LayeredModel,
+    layer: nn.Module,
+    own_TE: torch.Tensor,
+    exact_TE: torch.Tensor,
+    prefill: int,
+) -> torch.Tensor:
+    """What :func:`advance_decoded` does to one sequence."""
+    joined_TE = torch.cat([exact_TE[:prefill], own_TE[prefill:]])
+    return run_layer(layer, joined_TE, model.rotary(joined_TE.shape[0]))
 
 
 def _score_sequence(
@@ -348,11 +375,11 @@ def _score_sequence(
             score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
 
 
-def _uses_values(spec: DecodeSpec) -> bool:
+def _uses_fitted(spec: DecodeSpec) -> bool:
     return spec.mode is Mode.TPLA and spec.aligned
 
 
-def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
+def _row(method: str, alignment: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
         groups=spec.plan.groups,
@@ -366,6 +393,6 @@ def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
         kl=score.kl / score.tokens,
         top1=score.agreed / score.tokens,
         scored_from=spec.first_scored,
-        alignment=(Alignment.VALUES if _uses_values(spec) else Alignment.NONE).value,
+        alignment=alignment if _uses_fitted(spec) else UNALIGNED,
         sliced=spec.sliced.value,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tpla.convert.calibrate import advance
-from tpla.convert.evaluate import Subject, advance_decoded
+from tpla.convert.evaluate import Subject, decode_layer
 from tpla.convert.reference.conversations import Question
 from tpla.convert.sliced_attention import DecodeSpec, uninstall
 
@@ -55,21 +55,20 @@ def exact_answers(
 
     Args:
         subject: the checkpoint.
-        exchanges: questions and answers; the hidden states of all are in memory together.
+        exchanges: questions and answers.
         spec: how to decode; its ``prefill`` is replaced by each prompt's length.
     """
     model = subject.model
     exact = model.embed([each.ids_T for each in exchanges])
-    decoded = list(exact)
+    decoded = exact.copy()
     for index in range(model.layers):
         layer: Any = model.layer(index)
         subject.install(layer, index, spec)
         for position, each in enumerate(exchanges):
-            own = replace(spec, prefill=each.prompt, scored_from=None)
-            layer.self_attn.forward.spec = own
-            part = decoded[position : position + 1]
-            advance_decoded(model, layer, part, exact[position : position + 1], own)
-            decoded[position] = part[0]
+            layer.self_attn.forward.spec = replace(spec, prefill=each.prompt, scored_from=None)
+            decoded[position] = decode_layer(
+                model, layer, decoded[position], exact[position], each.prompt
+            )
         uninstall(layer)
         advance(model, layer, exact)
         del layer

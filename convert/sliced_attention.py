@@ -44,7 +44,7 @@ from tpla.core.latent_layout import (
 )
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
-_LOGITS_AT_ONCE = 2**22
+_LOGITS_AT_ONCE = 2**24
 
 
 class Mode(str, Enum):
@@ -180,6 +180,7 @@ class SlicedAttention:
         energies_G: mean square of each group's slice, where its norm is sliced.
         prefilled: whether the exact positions are computed; if not, their rows of the output are
             zero, for callers that have them already.
+        keys_GHNW: fitted key projections of TPLA's groups, logit scales included.
 
     Raises:
         ConfigError: GLA with a number of heads that the groups do not divide.
@@ -193,6 +194,7 @@ class SlicedAttention:
         values_GHWV: torch.Tensor | None = None,
         energies_G: torch.Tensor | None = None,
         prefilled: bool = True,
+        keys_GHNW: torch.Tensor | None = None,
     ) -> None:
         if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
             raise ConfigError(
@@ -204,7 +206,7 @@ class SlicedAttention:
         self.plan = spec.plan.layer(attention.layer_idx)
         self.scales_HG = ones if scales_HG is None else scales_HG
         self.values_GHWV, self.energies_G = values_GHWV, energies_G
-        self.prefilled = prefilled
+        self.prefilled, self.keys_GHNW = prefilled, keys_GHNW
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
@@ -274,10 +276,13 @@ class SlicedAttention:
         if mode is Mode.GLA:
             share = self.attention.num_heads // plan.groups
             heads = slice(group * share, (group + 1) * share)
-        scale_H = self.scales_HG[heads, group].to(query_HQR)
-        query_HQW = query_HQR[heads][..., dims]
-        if mode is Mode.TPLA:
-            query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
+        if self.keys_GHNW is not None:
+            query_HQW = seen.q_nope_HTN[:, start:] @ self.keys_GHNW[group].to(query_HQR)
+        else:
+            query_HQW = query_HQR[heads][..., dims]
+            if mode is Mode.TPLA:
+                scale_H = self.scales_HG[heads, group].to(query_HQR)
+                query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
         context_HQW = attend(
             query_HQW, seen.q_rope_HTD[heads, start:], latent_TW, rope_TD, self.attention.scaling
         )
@@ -349,6 +354,7 @@ def install(
     values_GHWV: torch.Tensor | None = None,
     spectrum: list[float] | None = None,
     prefilled: bool = True,
+    keys_GHNW: torch.Tensor | None = None,
 ) -> None:
     """Make a HuggingFace decoder layer decode by ``spec``.
 
@@ -359,6 +365,7 @@ def install(
         values_GHWV: the layer's fitted value projections, likewise.
         spectrum: the manifest's shares of energy along the layer's dims; needed by a sliced norm.
         prefilled: as in :class:`SlicedAttention`.
+        keys_GHNW: the layer's fitted key projections; used by TPLA alone.
     """
     attention: Any = layer.self_attn
     tpla = spec.mode is Mode.TPLA
@@ -368,8 +375,12 @@ def install(
         # The normalised latent's squares sum to R, so a slice's mean is its share times G.
         shares_G = torch.tensor(spectrum).unflatten(0, (spec.plan.groups, -1)).sum(1)
         energies_G = shares_G * spec.plan.groups
-    fitted = values_GHWV if tpla and spec.aligned else None
-    attention.forward = SlicedAttention(attention, spec, scales_HG, fitted, energies_G, prefilled)
+    values_GHWV, keys_GHNW = (
+        fitted if tpla and spec.aligned else None for fitted in (values_GHWV, keys_GHNW)
+    )
+    attention.forward = SlicedAttention(
+        attention, spec, scales_HG, values_GHWV, energies_G, prefilled, keys_GHNW
+    )
 
 
 def uninstall(layer: nn.Module) -> None:

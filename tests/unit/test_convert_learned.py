@@ -10,7 +10,8 @@ import torch
 
 from tests.unit.checkpoints import LATENT, make_checkpoint, write_text
 from tpla.convert import calibrate
-from tpla.convert.learned_rotation import LayerWeights, learn_turn
+from tpla.convert.alignment import sliced_keys
+from tpla.convert.learned_rotation import LayerWeights, Learned, learn_slicing
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.planning import Budget, survey
 from tpla.convert.rotation import Method
@@ -52,7 +53,9 @@ def test_it_finds_the_dims_that_queries_ask_for() -> None:
         0.5,
     )
     sequences = [_sequence(generator, mixed) for _ in range(4)]
-    turn = learn_turn(weights, ShardPlan(RANK, 2, 4), 4, sequences.__getitem__, 300, seed=0)
+    plan = ShardPlan(RANK, 2, 4)
+    learned = learn_slicing(weights, plan, 4, sequences.__getitem__, 300, seed=0, with_keys=False)
+    turn = learned.turn_RR
     identity = torch.eye(RANK, dtype=torch.float64)
     torch.testing.assert_close(turn.T @ turn, identity, rtol=0, atol=1e-12)
     share_of_asked = (mixed.double() @ turn)[4:, :4].square().sum() / 4
@@ -71,12 +74,14 @@ def test_the_same_seed_learns_the_same(folder: Path, options: ConversionOptions)
 def test_a_basis_that_loses_more_on_held_out_text_is_dropped(
     folder: Path, options: ConversionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interleave(*_: object) -> torch.Tensor:
-        return torch.cat([torch.eye(LATENT)[:, ::2], torch.eye(LATENT)[:, 1::2]], 1).double()
+    def interleave(weights: LayerWeights, plan: ShardPlan, *_: object) -> Learned:
+        turn = torch.cat([torch.eye(LATENT)[:, ::2], torch.eye(LATENT)[:, 1::2]], 1)
+        ones = torch.ones(weights.w_uk_HNR.shape[0], plan.groups)
+        return Learned(turn.double(), sliced_keys(weights.w_uk_HNR @ turn, plan, ones))
 
     # Half of the latent repeats the other: PCA gives group 0 all of it, and nothing is lost.
     source = make_checkpoint(folder / "duplicated", num_hidden_layers=1, duplicated=True)
-    monkeypatch.setattr(calibrate, "learn_turn", interleave)
+    monkeypatch.setattr(calibrate, "learn_slicing", interleave)
     principal = replace(options, core_dims=0)
     learned = replace(principal, method=Method.LEARNED)
     kept = convert_checkpoint(source, folder / "kept", learned)
