@@ -23,7 +23,7 @@ from tpla.convert.alignment import Alignment, ValueStatistics, sliced_keys, slic
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.hidden_states import MEMORY_BYTES, Chosen, HiddenStates
 from tpla.convert.layers import LayeredModel, run_layer
-from tpla.convert.learned_rotation import LayerWeights, learn_slicing
+from tpla.convert.learned_rotation import LayerWeights, Learned, learn_slicing
 from tpla.convert.logit_scale import (
     LogitScale,
     LogitStatistics,
@@ -47,6 +47,9 @@ from tpla.core.errors import CheckpointError
 from tpla.core.latent_layout import KVFormat, ModelPlan, ShardPlan
 
 LEARNING_STEPS = 400
+
+NEGLIGIBLE_ERROR = 1e-4
+"""Share of its output's energy that a layer may lose without a search for a better basis."""
 
 
 @dataclass(frozen=True)
@@ -268,30 +271,42 @@ def _learned(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The learned basis and keys, or the principal one where that loses less on text held out."""
     learnt_on, held_out = (Chosen(hidden, part) for part in hold_out(hidden))
+
+    def error(keys_GHNW: torch.Tensor | None) -> float:
+        """On held-out text, in the layer's present basis."""
+        decode = fit_decode(model, layer, index, learnt_on, recipe, keys_GHNW)
+        decode.install(layer, DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32))
+        lost = attention_error(model, layer, held_out)
+        uninstall(layer)
+        return lost
+
+    principal_error = error(None)
+    if principal_error <= NEGLIGIBLE_ERROR:
+        return principal_RR, None
+    learned = _learn(model, layer, index, learnt_on, recipe)
+    keys_GHNW = learned.keys_GHNW if recipe.alignment is Alignment.KEYS_AND_VALUES else None
+    learned_RR = principal_RR @ learned.turn_RR
+    _set_basis(layer, source, learned_RR)
+    better = error(keys_GHNW) < principal_error
+    return (learned_RR, keys_GHNW) if better else (principal_RR, None)
+
+
+def _learn(
+    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> Learned:
+    """What is learned of a layer in its principal basis."""
     attention = layer.self_attn
     w_uk_HNR, w_uv_HVR = up_projections(attention)
     o_proj_EB = attention.o_proj.weight.detach()
     weights = LayerWeights(w_uk_HNR.float(), w_uv_HVR.float(), o_proj_EB.float(), attention.scaling)
 
     def read(number: int) -> Projected:
-        (seen,) = _seen(model, layer, learnt_on[number : number + 1])
+        (seen,) = _seen(model, layer, hidden[number : number + 1])
         return seen
 
-    seed, plan = recipe.seed + index, recipe.plan.layer(index)
-    with_keys, steps = recipe.alignment is Alignment.KEYS_AND_VALUES, recipe.learning_steps
-    turn_RR, keys_GHNW = learn_slicing(weights, plan, len(learnt_on), read, steps, seed, with_keys)
-    candidates = (
-        (principal_RR, None),
-        (principal_RR @ turn_RR, keys_GHNW if with_keys else None),
-    )
-    errors = []
-    for rotation_RR, keys in candidates:
-        _set_basis(layer, source, rotation_RR)
-        decode = fit_decode(model, layer, index, learnt_on, recipe, keys)
-        decode.install(layer, DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32))
-        errors.append(attention_error(model, layer, held_out))
-        uninstall(layer)
-    return candidates[errors.index(min(errors))]
+    plan, with_keys = recipe.plan.layer(index), recipe.alignment is Alignment.KEYS_AND_VALUES
+    steps, seed = recipe.learning_steps, recipe.seed + index
+    return learn_slicing(weights, plan, len(hidden), read, steps, seed, with_keys)
 
 
 def _measured_scales(

@@ -32,6 +32,9 @@ LEARNING_RATE = 0.005
 SCALE_LEARNING_RATE = 0.015
 QUERIES_PER_STEP = 64
 
+STEPS_PER_READ = 4
+"""Steps on one sequence, whose projections cost a large model more than a step does."""
+
 
 class LayerWeights(NamedTuple):
     """What of a layer's weights the error depends on, latent in the principal basis."""
@@ -143,7 +146,7 @@ def learn_slicing(
         plan: how decode divides the latent.
         sequences: of the calibration text.
         read: what the layer's attention reads of the i-th sequence.
-        steps: of Adam, each on queries of one sequence.
+        steps: of Adam, each on other queries of one sequence.
         seed: of the choice of queries.
         with_keys: whether keys are learned, or only scaled.
     """
@@ -158,9 +161,11 @@ def learn_slicing(
         ]
         optimizer = torch.optim.Adam(rates)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-        for _ in range(steps):
-            chosen = int(torch.randint(sequences, (1,), generator=generator))
-            sample = _draw(weights, read(chosen), generator)
+        for step in range(steps):
+            if step % STEPS_PER_READ == 0:
+                with torch.no_grad():
+                    seen = read(int(torch.randint(sequences, (1,), generator=generator)))
+            sample = _draw(weights, seen, generator)
             optimizer.zero_grad()
             sliced.error(sample).backward()
             optimizer.step()

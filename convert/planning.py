@@ -5,7 +5,8 @@ they are divided by layer: :mod:`~tpla.convert.division`). All of them are measu
 over the layers: the basis and the exact hidden states are the same for every plan, so a layer is
 read once, and only the fits and each plan's own hidden states are kept beside it. The KL is that of
 held-out sequences, every fourth of the calibration text, after an exact prefill
-of half a context.
+of half a context. A learned basis is another one for every plan, so plans for it are measured in
+the principal one that it begins at.
 
 Shape suffixes: T tokens, E hidden size.
 """
@@ -222,12 +223,6 @@ def measure_candidates(
         ConfigError: text that is absent or too short to hold some out.
     """
     checkpoint = Checkpoint(source)
-    if options.method is Method.LEARNED:
-        raise ConfigError(
-            "method=learned finds another basis for every plan, so plans cannot be measured in one "
-            "pass; plan with --method pca, then convert with --core-dims and --method learned, or "
-            "choose by bytes alone with --uniform"
-        )
     prefill = sequence_context(checkpoint.config, options.context) // 2
     fitted, held_out = _split(calibration_sequences(checkpoint, options), prefill)
     model = LayeredModel(checkpoint, torch.device(options.device), options.compute_dtype)
@@ -305,6 +300,8 @@ def _measures(
 
 def _recipe(checkpoint: Checkpoint, options: ConversionOptions, plan: ModelPlan) -> Recipe:
     options = replace(options, groups=plan.groups, core_dims=plan.core_dims)
+    if options.method is Method.LEARNED:
+        options = replace(options, method=Method.PCA, alignment=None)
     return make_recipe(checkpoint, options)
 
 
