@@ -219,7 +219,8 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
         cells = [str(row["groups"]), describe_core(row["core_dims"]), row["method"]]
         cells += [row["alignment"], f"{row['row_bytes']:g}"]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
-        cells += [f"{row['ppl'] / row['exact_ppl']:.5f}"] * judged
+        if judged:
+            cells.append(f"{row['ppl'] / row['exact_ppl']:.5f}")
         if asked:
             cells += [f"{row[kind]:.1%} of {row[f'exact_{kind}']:.1%}" for kind in _ASKED]
         lines.append(cells)
