@@ -99,6 +99,8 @@ def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, An
         "exact_ppl": exact_row.ppl,
         **_bytes(manifest.plan, int(subject.model.config.qk_rope_head_dim)),
         **answers,
+        "calibration_tokens": options.max_tokens,
+        "learning_steps": options.learning_steps,
         "seconds": round(time.monotonic() - started, 1),
     }
 

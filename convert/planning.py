@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tpla.convert.alignment import Alignment
 from tpla.convert.calibrate import Recipe, advance, fit_decode, rotate_layer
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.evaluate import advance_decoded, score_states
@@ -301,7 +302,9 @@ def _measures(
 def _recipe(checkpoint: Checkpoint, options: ConversionOptions, plan: ModelPlan) -> Recipe:
     options = replace(options, groups=plan.groups, core_dims=plan.core_dims)
     if options.method is Method.LEARNED:
-        options = replace(options, method=Method.PCA, alignment=None)
+        keyed = options.alignment is Alignment.KEYS_AND_VALUES
+        alignment = Alignment.VALUES if keyed else options.alignment
+        options = replace(options, method=Method.PCA, alignment=alignment)
     return make_recipe(checkpoint, options)
 
 
