@@ -2,34 +2,45 @@
 
     python -m tpla.benchmarks.accuracy --calibration TRAIN --text HELD_OUT --json OUT --plot OUT.png
 
-Each plan, ``groups:core_dims`` with one number or one for each layer, is converted in each variant,
-``method:alignment``, and evaluated with FP8 rows after an exact prefill of half the context.
-Figures: KL to exact MLA, perplexity, agreement; bytes of a row on one rank, mean over the layers,
-and as a share of the whole latent's FP8 row.
+Each plan is converted in each variant, ``method:alignment``, and evaluated with FP8 rows after an
+exact prefill of half the context. A plan is ``GROUPS:CORE_DIMS``, with one number or one for each
+layer, or ``GROUPS:<=BYTES``, what ``tpla convert --bytes-per-token BYTES`` chooses.
+
+Figures: KL to exact MLA, perplexity and the exact model's, agreement; bytes of a row on one rank,
+mean over the layers, and as a share of the whole latent's FP8 row. ``--questions``, for models of
+``convert/reference``, adds shares of held-out questions that decode answers exactly after an exact
+prefill: recall over ``--recall-distance`` tokens, and the mean of the other tasks.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import tempfile
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from tpla.benchmarks.transfer import header
+from tpla.benchmarks.machine import describe_machine
 from tpla.convert.alignment import Alignment
-from tpla.convert.cli_parts import parse_core_dims
+from tpla.convert.cli_parts import check_device, parse_core_dims
+from tpla.convert.division import choose_plan
 from tpla.convert.evaluate import Subject, evaluate_specs
+from tpla.convert.forced_answers import encode_exchange, exact_answers
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.planning import Budget
+from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_questions
 from tpla.convert.report_plots import draw_error_against_bytes
 from tpla.convert.rotation import Method
-from tpla.convert.sliced_attention import Mode
+from tpla.convert.sliced_attention import DecodeSpec, Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
@@ -42,35 +53,99 @@ _COLUMNS = (
     "method",
     "alignment",
     "row_bytes",
-    "row_share",
+    "latent_share",
     "kl",
     "ppl",
+    "exact_ppl",
     "top1",
+    "seconds",
 )
 
 
-def measure(
-    model: Path, options: ConversionOptions, text: Path, context: int, max_tokens: int
-) -> dict[str, Any]:
-    """Convert ``model`` and evaluate decode after half a context of exact prefill."""
+@dataclass(frozen=True)
+class Held:
+    """What plans are judged by.
+
+    Attributes:
+        text: held-out text.
+        context: tokens of a sequence.
+        max_tokens: of the text, at most.
+        questions: of each kind; 0: none are asked.
+        recall_distance: tokens between a fact and the question about it.
+    """
+
+    text: Path
+    context: int
+    max_tokens: int
+    questions: int = 0
+    recall_distance: int = 3000
+
+
+def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, Any]:
+    """Convert ``model`` and evaluate decode after an exact prefill."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         manifest = convert_checkpoint(model, Path(folder) / "converted", options)
-        subject = Subject(Path(folder) / "converted")
-        tokenizer = load_tokenizer(model)
-        sequences = read_sequences(text, tokenizer, context, max_tokens, False)
-        spec = subject.spec(Mode.TPLA, KVFormat.FP8, context // 2)
-        (row,) = evaluate_specs(subject, sequences, [spec], context)
-    rope = int(subject.model.config.qk_rope_head_dim)
-    plan = manifest.plan
+        subject = Subject(Path(folder) / "converted", options.device)
+        sequences = read_sequences(
+            held.text, load_tokenizer(model), held.context, held.max_tokens, False
+        )
+        spec = subject.spec(Mode.TPLA, KVFormat.FP8, held.context // 2)
+        exact = subject.spec(Mode.MLA, KVFormat.FP32, held.context // 2)
+        row, exact_row = evaluate_specs(subject, sequences, [spec, exact], held.context)
+        answers = _answers(subject, spec, held) if held.questions else {}
+    return {
+        **asdict(row),
+        "exact_ppl": exact_row.ppl,
+        **_bytes(manifest.plan, int(subject.model.config.qk_rope_head_dim)),
+        **answers,
+        "calibration_tokens": options.max_tokens,
+        "learning_steps": options.learning_steps,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def _bytes(plan: ModelPlan, rope: int) -> dict[str, float]:
     sliced = CacheLayout(plan, 0, rope, KVFormat.FP8)
     unsliced = ModelPlan(plan.kv_lora_rank, 1, (0,) * plan.num_layers)
     whole = CacheLayout(unsliced, 0, rope, KVFormat.FP8)
     return {
-        **asdict(row),
         "row_bytes": sliced.token_bytes / plan.num_layers,
         "row_share": sliced.token_bytes / whole.token_bytes,
         "latent_share": plan.latent_share,
     }
+
+
+def _answers(subject: Subject, spec: DecodeSpec, held: Held) -> dict[str, float]:
+    """Shares of exact answers, of the model itself and of decode."""
+    tokenizer = load_tokenizer(subject.checkpoint.directory)
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    asked = [q for kind in TASK_KINDS for q in task_questions(kind, held.questions)]
+    asked += recall_questions(count_tokens, held.recall_distance, held.questions)
+    answers = exact_answers(subject, [encode_exchange(tokenizer, q) for q in asked], spec)
+    # The same number of each kind, so the mean over all task questions is that of the kinds.
+    tasks, recall = answers[: -held.questions], answers[-held.questions :]
+    return {
+        "questions": held.questions,
+        "recall_distance": held.recall_distance,
+        "exact_recall": mean(exact for exact, _ in recall),
+        "recall": mean(decoded for _, decoded in recall),
+        "exact_tasks": mean(exact for exact, _ in tasks),
+        "tasks": mean(decoded for _, decoded in tasks),
+    }
+
+
+def with_plan(model: Path, options: ConversionOptions, plan: str) -> ConversionOptions:
+    """The options with a plan as the command line names it."""
+    groups, _, core_dims = plan.partition(":")
+    options = replace(options, groups=int(groups))
+    if core_dims.startswith("<="):
+        budget = Budget(bytes_per_token=int(core_dims[2:]))
+        return replace(options, core_dims=choose_plan(model, options, budget).chosen.plan.core_dims)
+    return replace(options, core_dims=parse_core_dims(core_dims))
 
 
 def main(
@@ -79,41 +154,61 @@ def main(
     model: Annotated[Path, typer.Option(help="checkpoint to convert")] = REFERENCE_MODEL,
     plan: Annotated[
         list[str] | None,
-        typer.Option(help="GROUPS:CORE_DIMS, one number or a comma-separated list; repeatable"),
+        typer.Option(help="GROUPS:CORE_DIMS, or GROUPS:<=BYTES of a row; repeatable"),
     ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="METHOD:ALIGNMENT, repeatable")] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    calibration_context: Annotated[
+        int | None, typer.Option(help="tokens of a calibration sequence, if not the same")
+    ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="to convert with, at most")] = 16384,
     max_tokens: Annotated[int, typer.Option(help="to evaluate on, at most")] = 6144,
-    json_path: Annotated[Path | None, typer.Option("--json", help="file to write")] = None,
+    learning_steps: Annotated[
+        int | None, typer.Option(help="of a learned basis, if not the default")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="of each kind, for reference models")] = 0,
+    recall_distance: Annotated[int, typer.Option(help="tokens from a fact to its question")] = 3000,
+    device: Annotated[str, typer.Option(help="where to compute")] = "cpu",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="file to write, anew after every row")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="picture to write")] = None,
 ) -> None:
     """Measure every plan in every variant."""
-    console, rows = Console(), []
-    plans = [each.split(":") for each in plan or PLANS]
-    variants = [each.split(":") for each in variant or VARIANTS]
-    work = [(plan, variant) for plan in plans for variant in variants]
-    for (groups, core_dims), (method, alignment) in track(work, "plans", console=console):
-        options = ConversionOptions(
-            groups=int(groups),
-            core_dims=parse_core_dims(core_dims),
-            method=Method(method),
-            calibration=calibration,
-            max_tokens=calibration_tokens,
-            context=context,
-            dtype=torch.float32,
-            alignment=Alignment(alignment),
-        )
-        rows.append(measure(model, options, text, context, max_tokens))
-    table = Table(*_COLUMNS)
-    for row in rows:
-        table.add_row(*(_cell(name, row[name]) for name in _COLUMNS))
-    console.print(table)
-    if json_path is not None:
-        document = {"header": header(), "model": model.name, "rows": rows}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    held = Held(text, context, max_tokens, questions, recall_distance)
+    options = ConversionOptions(
+        calibration=calibration,
+        max_tokens=calibration_tokens,
+        context=calibration_context or context,
+        dtype=torch.float32,
+        device=check_device(device),
+    )
+    if learning_steps is not None:
+        options = replace(options, learning_steps=learning_steps)
+    header, rows = describe_machine(shlex.join(["accuracy", *sys.argv[1:]])), []
+    for each in plan or PLANS:
+        planned = with_plan(model, options, each)
+        for method, alignment in (chosen.split(":") for chosen in variant or VARIANTS):
+            chosen = replace(planned, method=Method(method), alignment=Alignment(alignment))
+            rows.append(measure(model, chosen, held))
+            typer.echo("  ".join(_cell(name, rows[-1][name]) for name in _COLUMNS), err=True)
+            if json_path is not None:
+                document = {"header": header, "model": model.name, "rows": rows}
+                json_path.write_text(json.dumps(document, indent=1) + "\n")
+    print_rows(rows)
     if plot is not None:
         draw_error_against_bytes(rows, plot)
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """One table of all rows."""
+    columns = list(_COLUMNS)
+    if "recall" in rows[0]:
+        columns += ["exact_recall", "recall", "exact_tasks", "tasks"]
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(_cell(name, row[name]) for name in columns))
+    Console().print(table)
 
 
 def _cell(name: str, value: Any) -> str:

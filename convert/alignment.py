@@ -23,6 +23,7 @@ import torch
 
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE
 from tpla.convert.sliced_attention import Projected, mask_future, query_blocks, rank_dims
+from tpla.core.checkpoint import KEYED, UNALIGNED
 from tpla.core.latent_layout import CORE_VALUE_GROUP, ShardPlan
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -33,10 +34,22 @@ _FOLDS = 4
 
 
 class Alignment(str, Enum):
-    """Which decode weights are fitted."""
+    """Which decode weights are fitted; keys are learned together with a learned basis."""
 
-    NONE = "none"
+    NONE = UNALIGNED
     VALUES = "values"
+    KEYS_AND_VALUES = KEYED
+
+
+def sliced_keys(w_uk_HNR: torch.Tensor, plan: ShardPlan, scales_HG: torch.Tensor) -> torch.Tensor:
+    """Every group's slice of W_UK with its logit scales, ``[G, H, N, W]``; no scale on the core."""
+    scales_HG = scales_HG.to(w_uk_HNR)
+    parts = []
+    for group in range(plan.groups):
+        part = w_uk_HNR[..., rank_dims(plan, group).to(w_uk_HNR.device)]
+        part[..., plan.core_dims :] *= scales_HG[:, group, None, None]
+        parts.append(part)
+    return torch.stack(parts)
 
 
 def sliced_values(w_uv_HVR: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
@@ -66,10 +79,10 @@ class ValueStatistics:
         seen: Projected,
         w_uk_HNR: torch.Tensor,
         w_uv_HVR: torch.Tensor,
-        scales_HG: torch.Tensor,
+        keys_GHNW: torch.Tensor,
         scaling: float,
     ) -> None:
-        """Add one sequence, whose latents are in the rotated basis."""
+        """Add one sequence, whose latents are in the rotated basis, read with decode's keys."""
         tokens = seen.latent_TR.shape[0]
         samples = min(tokens, QUERIES_PER_SEQUENCE)
         positions = torch.linspace(0, tokens - 1, samples, device=w_uk_HNR.device).round().long()
@@ -77,7 +90,7 @@ class ValueStatistics:
         for fold, chosen in enumerate((positions[~held_out], positions[held_out])):
             for block in query_blocks(w_uk_HNR.shape[0] * 3, len(chosen), tokens):
                 features_HQD, output_HQV = self._read(
-                    seen, w_uk_HNR, w_uv_HVR, scales_HG, scaling, chosen[block]
+                    seen, w_uk_HNR, w_uv_HVR, keys_GHNW, scaling, chosen[block]
                 )
                 self._gram[fold] += features_HQD.transpose(1, 2) @ features_HQD
                 self._cross[fold] += features_HQD.transpose(1, 2) @ output_HQV
@@ -101,12 +114,12 @@ class ValueStatistics:
         seen: Projected,
         w_uk_HNR: torch.Tensor,
         w_uv_HVR: torch.Tensor,
-        scales_HG: torch.Tensor,
+        keys_GHNW: torch.Tensor,
         scaling: float,
         positions_Q: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What all groups read ``[H, Q, D]``, and the exact output ``[H, Q, V]``."""
-        query_HQR = seen.q_nope_HTN[:, positions_Q] @ w_uk_HNR
+        nope_HQN = seen.q_nope_HTN[:, positions_Q]
         rope_HQK = seen.q_rope_HTD[:, positions_Q] @ seen.rope_TD.T
 
         def read(query: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
@@ -115,11 +128,9 @@ class ValueStatistics:
 
         parts = []
         for group in range(self.plan.groups):
-            dims = rank_dims(self.plan, group).to(query_HQR.device)
-            query_HQW = query_HQR[..., dims]
-            query_HQW[..., self.plan.core_dims :] *= scales_HG[:, group, None, None].to(query_HQW)
-            parts.append(read(query_HQW, seen.latent_TR[:, dims]))
-        output_HQV = read(query_HQR, seen.latent_TR) @ w_uv_HVR.transpose(1, 2)
+            dims = rank_dims(self.plan, group).to(nope_HQN.device)
+            parts.append(read(nope_HQN @ keys_GHNW[group], seen.latent_TR[:, dims]))
+        output_HQV = read(nope_HQN @ w_uk_HNR, seen.latent_TR) @ w_uv_HVR.transpose(1, 2)
         return torch.cat(parts, -1).double(), output_HQV.double()
 
     def _held_out_error(self, values_HDV: torch.Tensor) -> torch.Tensor:
@@ -133,5 +144,5 @@ def _ridge(
 ) -> torch.Tensor:
     energy_H = gram_HDD.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)
     pull_HDD = torch.diag_embed((ridge * energy_H)[:, None].expand(-1, gram_HDD.shape[1]))
-    fitted: torch.Tensor = torch.linalg.solve(gram_HDD + pull_HDD, cross_HDV + pull_HDD @ start_HDV)
-    return fitted
+    factor_HDD = torch.linalg.cholesky(gram_HDD + pull_HDD)
+    return torch.cholesky_solve(cross_HDV + pull_HDD @ start_HDV, factor_HDD)

@@ -1,6 +1,7 @@
 """Layer by layer: measure the latent, choose its basis and logit scales.
 
-The calibration text's hidden states are the only thing carried from layer to layer. Through each
+The calibration text's hidden states are the only thing carried from layer to layer, beyond a limit
+in a file (:mod:`~tpla.convert.hidden_states`). Through each
 layer the text passes up to four times: its latent projection alone for the covariance; then, in the
 rotated basis, its attention for the logit scales, and again, with those, for the value alignment;
 at last the whole layer for the next hidden states.
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpla.convert.alignment import Alignment, ValueStatistics, sliced_values
+from tpla.convert.alignment import Alignment, ValueStatistics, sliced_keys, sliced_values
 from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.hidden_states import MEMORY_BYTES, Chosen, HiddenStates
 from tpla.convert.layers import LayeredModel, run_layer
-from tpla.convert.learned_rotation import LayerWeights, learn_turn
+from tpla.convert.learned_rotation import LayerWeights, Learned, learn_slicing
 from tpla.convert.logit_scale import (
     LogitScale,
     LogitStatistics,
@@ -45,6 +47,9 @@ from tpla.core.errors import CheckpointError
 from tpla.core.latent_layout import KVFormat, ModelPlan, ShardPlan
 
 LEARNING_STEPS = 400
+
+NEGLIGIBLE_ERROR = 1e-4
+"""Share of its output's energy that a layer may lose without a search for a better basis."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,27 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class DecodeWeights:
+    """What decode computes a layer with, beside its weights in the new basis.
+
+    Attributes:
+        scales_HG: logit scales; fitted keys have their own.
+        values_GHWV: fitted value projections, float64; None where none are.
+        keys_GHNW: fitted key projections; None where none are.
+    """
+
+    scales_HG: torch.Tensor
+    values_GHWV: torch.Tensor | None = None
+    keys_GHNW: torch.Tensor | None = None
+
+    def install(self, layer: nn.Module, spec: DecodeSpec, prefilled: bool = True) -> None:
+        """Make ``layer`` decode with these weights, see :func:`sliced_attention.install`."""
+        scales = self.scales_HG.tolist()
+        values_GHWV, keys_GHNW = self.values_GHWV, self.keys_GHNW
+        install(layer, spec, scales, values_GHWV, prefilled=prefilled, keys_GHNW=keys_GHNW)
+
+
+@dataclass(frozen=True)
 class LayerResult:
     """What was found for one layer.
 
@@ -83,67 +109,82 @@ class LayerResult:
         layer: its index.
         rotated: its latent projections in the new basis.
         spectrum: share of the latent's energy along each rotated dim.
-        logit_scales: ``[head][group]``.
-        values_GHWV: fitted value projections of decode, float64; None where none are.
+        decode: logit scales and fitted projections.
     """
 
     layer: int
     rotated: LatentProjections
     spectrum: list[float]
-    logit_scales: list[list[float]]
-    values_GHWV: torch.Tensor | None = None
+    decode: DecodeWeights
 
 
 @torch.no_grad()
 def calibrate_on_text(
-    model: LayeredModel, sequences: Sequence[torch.Tensor], recipe: Recipe
+    model: LayeredModel,
+    sequences: Sequence[torch.Tensor],
+    recipe: Recipe,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Iterator[LayerResult]:
-    """Results of all layers in order, with one layer and the hidden states in memory.
+    """Results of all layers in order, with one layer in memory.
 
     Args:
         model: the source model.
         sequences: token ids ``[T]`` each.
         recipe: what to find.
+        memory_bytes: of the text's hidden states in memory.
     """
-    hidden = model.embed(sequences)
+    hidden = model.embed(sequences, memory_bytes)
     for index in range(model.layers):
         layer: Any = model.layer(index)
-        rotated, energies = rotate_layer(model, layer, index, hidden, recipe)
-        scales_HG, values_GHWV = fit_decode(model, layer, index, hidden, recipe)
+        rotated, energies, keys_GHNW = rotate_layer(model, layer, index, hidden, recipe)
+        decode = fit_decode(model, layer, index, hidden, recipe, keys_GHNW)
         advance(model, layer, hidden)
-        yield LayerResult(index, rotated, energies, scales_HG.tolist(), values_GHWV)
+        yield LayerResult(index, rotated, energies, decode)
         # Freed before the next layer is read: a reference kept here would double the peak.
-        del layer, rotated, values_GHWV
+        del layer, rotated, keys_GHNW, decode
 
 
 def rotate_layer(
     model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
-) -> tuple[LatentProjections, list[float]]:
+) -> tuple[LatentProjections, list[float], torch.Tensor | None]:
     """Turn a layer's latent into the recipe's basis, in place; the plan matters if it is learned.
 
     Returns:
-        Its latent projections in the new basis, and the share of energy along each dim.
+        Its latent projections in the new basis, the share of energy along each dim, and decode's
+        keys ``[G, H, N, W]`` where they were learned with the basis.
     """
     covariance_RR = latent_covariance(layer, hidden)
     rank = recipe.plan.kv_lora_rank
     rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
     source = read_projections(model.checkpoint, index)
     rotated = _set_basis(layer, source, rotation_RR)
+    keys_GHNW = None
     if recipe.method is Method.LEARNED and recipe.plan.groups > 1:
-        rotation_RR = _learned(model, layer, index, source, rotation_RR, hidden, recipe)
+        rotation_RR, keys_GHNW = _learned(model, layer, index, source, rotation_RR, hidden, recipe)
         rotated = _set_basis(layer, source, rotation_RR)
-    return rotated, spectrum(covariance_RR, rotation_RR)
+    return rotated, spectrum(covariance_RR, rotation_RR), keys_GHNW
 
 
 def fit_decode(
-    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logit scales ``[H, G]`` and value projections ``[G, H, W, V]`` of a rotated layer."""
+    model: LayeredModel,
+    layer: Any,
+    index: int,
+    hidden: Sequence[torch.Tensor],
+    recipe: Recipe,
+    keys_GHNW: torch.Tensor | None = None,
+) -> DecodeWeights:
+    """Logit scales, and values that fit them or learned keys, of a rotated layer."""
     plan = recipe.plan.layer(index)
     scales_HG = _measured_scales(model, layer, hidden, recipe.logit_scale, plan)
     if plan.groups == 1 or recipe.alignment is Alignment.NONE:
-        return scales_HG, None
-    return scales_HG, _aligned_values(model, layer, hidden, plan, scales_HG)
+        return DecodeWeights(scales_HG)
+    read_with_GHNW = keys_GHNW
+    if read_with_GHNW is None:
+        read_with_GHNW = sliced_keys(up_projections(layer.self_attn)[0], plan, scales_HG)
+    values_GHWV = _aligned_values(model, layer, hidden, plan, read_with_GHNW)
+    if recipe.alignment is Alignment.VALUES:
+        return DecodeWeights(scales_HG, values_GHWV)
+    return DecodeWeights(scales_HG, values_GHWV, read_with_GHNW)
 
 
 @torch.no_grad()
@@ -170,7 +211,8 @@ def calibrate_without_text(
                 rotation_RR.T @ covariance_RR @ rotation_RR,
                 recipe.plan.layer(index),
             )
-        yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), scales_HG.tolist())
+        decode = DecodeWeights(scales_HG)
+        yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), decode)
 
 
 def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -196,7 +238,7 @@ def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tenso
     return total / tokens
 
 
-def advance(model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor]) -> None:
+def advance(model: LayeredModel, layer: nn.Module, hidden: HiddenStates) -> None:
     """Replace each hidden state by the layer's output."""
     for position, hidden_TE in enumerate(hidden):
         hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
@@ -226,30 +268,45 @@ def _learned(
     principal_RR: torch.Tensor,
     hidden: Sequence[torch.Tensor],
     recipe: Recipe,
-) -> torch.Tensor:
-    """The learned basis, or the principal one where that loses less on sequences held out."""
-    learnt_on, held_out = hold_out(hidden)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The learned basis and keys, or the principal one where that loses less on text held out."""
+    learnt_on, held_out = (Chosen(hidden, part) for part in hold_out(hidden))
+
+    def error(keys_GHNW: torch.Tensor | None) -> float:
+        """On held-out text, in the layer's present basis."""
+        decode = fit_decode(model, layer, index, learnt_on, recipe, keys_GHNW)
+        decode.install(layer, DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32))
+        lost = attention_error(model, layer, held_out)
+        uninstall(layer)
+        return lost
+
+    principal_error = error(None)
+    if principal_error <= NEGLIGIBLE_ERROR:
+        return principal_RR, None
+    learned = _learn(model, layer, index, learnt_on, recipe)
+    keys_GHNW = learned.keys_GHNW if recipe.alignment is Alignment.KEYS_AND_VALUES else None
+    learned_RR = principal_RR @ learned.turn_RR
+    _set_basis(layer, source, learned_RR)
+    better = error(keys_GHNW) < principal_error
+    return (learned_RR, keys_GHNW) if better else (principal_RR, None)
+
+
+def _learn(
+    model: LayeredModel, layer: Any, index: int, hidden: Sequence[torch.Tensor], recipe: Recipe
+) -> Learned:
+    """What is learned of a layer in its principal basis."""
     attention = layer.self_attn
     w_uk_HNR, w_uv_HVR = up_projections(attention)
     o_proj_EB = attention.o_proj.weight.detach()
     weights = LayerWeights(w_uk_HNR.float(), w_uv_HVR.float(), o_proj_EB.float(), attention.scaling)
 
     def read(number: int) -> Projected:
-        (seen,) = _seen(model, layer, learnt_on[number : number + 1])
+        (seen,) = _seen(model, layer, hidden[number : number + 1])
         return seen
 
-    seed, plan = recipe.seed + index, recipe.plan.layer(index)
-    turn_RR = learn_turn(weights, plan, len(learnt_on), read, recipe.learning_steps, seed)
-    candidates = (principal_RR, principal_RR @ turn_RR)
-    errors = []
-    for rotation_RR in candidates:
-        _set_basis(layer, source, rotation_RR)
-        scales_HG, values_GHWV = fit_decode(model, layer, index, learnt_on, recipe)
-        spec = DecodeSpec(Mode.TPLA, recipe.plan, KVFormat.FP32)
-        install(layer, spec, scales_HG.tolist(), values_GHWV)
-        errors.append(attention_error(model, layer, held_out))
-        uninstall(layer)
-    return candidates[errors.index(min(errors))]
+    plan, with_keys = recipe.plan.layer(index), recipe.alignment is Alignment.KEYS_AND_VALUES
+    steps, seed = recipe.learning_steps, recipe.seed + index
+    return learn_slicing(weights, plan, len(hidden), read, steps, seed, with_keys)
 
 
 def _measured_scales(
@@ -275,15 +332,15 @@ def _aligned_values(
     layer: Any,
     hidden: Sequence[torch.Tensor],
     plan: ShardPlan,
-    scales_HG: torch.Tensor,
+    keys_GHNW: torch.Tensor,
 ) -> torch.Tensor:
-    """Value projections of decode ``[G, H, W, V]``, fitted."""
+    """Value projections of decode ``[G, H, W, V]``, fitted to what the keys read."""
     attention = layer.self_attn
     w_uk_HNR, w_uv_HVR = up_projections(attention)
     heads, value_dims, _ = w_uv_HVR.shape
     statistics = ValueStatistics(heads, value_dims, plan, model.device)
     for seen in _seen(model, layer, hidden):
-        statistics.update(seen, w_uk_HNR, w_uv_HVR, scales_HG, attention.scaling)
+        statistics.update(seen, w_uk_HNR, w_uv_HVR, keys_GHNW, attention.scaling)
     fitted_HDV = statistics.solve(sliced_values(w_uv_HVR, plan))
     return fitted_HDV.unflatten(1, (plan.groups, plan.latent_width)).transpose(0, 1).contiguous()
 

@@ -22,6 +22,7 @@ from tpla.convert.cli_parts import (
     write_json,
 )
 from tpla.convert.division import choose_plan
+from tpla.convert.hidden_states import MEMORY_BYTES
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.plan_tables import print_candidates, print_choice
@@ -60,8 +61,9 @@ _Scale = Annotated[
     LogitScale,
     typer.Option("--logit-scale", help="factor of a slice's logits, per head and group"),
 ]
-_MaxTokens = Annotated[
-    int, typer.Option(help="calibration tokens at most; their hidden states stay in memory")
+_MaxTokens = Annotated[int, typer.Option(help="calibration tokens at most")]
+_StateMemory = Annotated[
+    int, typer.Option(help="MiB of hidden states in memory at most; more lie in a file in TMPDIR")
 ]
 _Context = Annotated[
     int | None, typer.Option(help="tokens of a sequence (default: 2048 or the model's limit)")
@@ -70,8 +72,8 @@ _PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)
 _Align = Annotated[
     Alignment | None,
     typer.Option(
-        help="decode weights to fit; the prefill checkpoint stays exact. Default: values, where "
-        "there is calibration text"
+        help="decode weights to fit; the prefill checkpoint stays exact. Default: values, and keys "
+        "with a learned basis, where there is calibration text"
     ),
 ]
 _Seed = Annotated[int, typer.Option(help="of hadamard's basis and of a learned one's samples")]
@@ -136,6 +138,7 @@ def _convert(
     learning_steps: Annotated[
         int, typer.Option(help="of a learned basis, for each layer")
     ] = LEARNING_STEPS,
+    state_memory: _StateMemory = MEMORY_BYTES >> 20,
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
@@ -154,6 +157,7 @@ def _convert(
         context=context,
         per_document=per_document,
         dtype=None if dtype is None else dtype.torch,
+        state_memory=state_memory << 20,
         seed=seed,
         device=check_device(device),
         compute_dtype=compute_dtype.torch,
@@ -197,6 +201,7 @@ def _plan(
     context: _Context = None,
     per_document: _PerDocument = False,
     align: _Align = None,
+    state_memory: _StateMemory = MEMORY_BYTES >> 20,
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
@@ -215,6 +220,7 @@ def _plan(
         max_tokens=max_tokens,
         context=context,
         per_document=per_document,
+        state_memory=state_memory << 20,
         seed=seed,
         device=check_device(device),
         compute_dtype=compute_dtype.torch,

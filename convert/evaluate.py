@@ -1,8 +1,8 @@
 """Perplexity and divergence of decode approximations from the exact model.
 
 The exact model and every way to decode run side by side, one layer in memory at a time; each keeps
-the hidden states of all sequences. Scored are the tokens after ``scored_from``, that is, the
-predictions of the queries that the approximation applies to.
+the hidden states of all sequences, beyond a limit in a file. Scored are the tokens after
+``scored_from``, that is, the predictions of the queries that the approximation applies to.
 
 Shape suffixes: T tokens, E hidden size, V vocabulary.
 """
@@ -19,13 +19,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tpla.convert.alignment import Alignment
+from tpla.convert.calibrate import advance
 from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.hidden_states import MEMORY_BYTES, HiddenStates
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import DecodeSpec, Mode, Sliced, install, uninstall
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
+    KEYS_TENSOR,
     MANIFEST_NAME,
+    UNALIGNED,
     VALUES_TENSOR,
     Manifest,
     fingerprint,
@@ -83,7 +86,7 @@ class EvalRow:
         fields = [self.mode]
         if self.sliced != Sliced.SOFTMAX.value:
             fields.append(self.sliced)
-        elif self.mode == Mode.TPLA.value and self.alignment == Alignment.NONE.value:
+        elif self.mode == Mode.TPLA.value and self.alignment == UNALIGNED:
             fields.append("-align")
         return " ".join(fields)
 
@@ -141,15 +144,33 @@ class Subject:
         """Logit scales of ``layer``, None for a checkpoint that was not converted."""
         return None if self.manifest is None else self.manifest.logit_scales[layer]
 
-    def values(self, layer: int) -> torch.Tensor | None:
-        """Fitted value projections of ``layer``, ``[G, H, W, V]``; None where decode has none."""
+    def fitted(self, layer: int) -> dict[str, torch.Tensor]:
+        """Projections of ``layer`` that were fitted for decode, by name; see ``values_path``."""
         if self.manifest is None or not self.manifest.aligned:
-            return None
-        return load_file(values_path(self.checkpoint.directory, layer))[VALUES_TENSOR]
+            return {}
+        return load_file(values_path(self.checkpoint.directory, layer))
 
     def spectrum(self, layer: int) -> list[float] | None:
         """Shares of energy of ``layer``'s dims, None for a checkpoint that was not converted."""
         return None if self.manifest is None else self.manifest.spectrum[layer]
+
+    def install(self, layer: nn.Module, index: int, spec: DecodeSpec) -> None:
+        """Make layer ``index`` decode by ``spec`` behind an exact prefill, which it leaves out."""
+        fitted = self.fitted(index) if _uses_fitted(spec) else {}
+        install(
+            layer,
+            spec,
+            self.scales(index),
+            fitted.get(VALUES_TENSOR),
+            self.spectrum(index),
+            prefilled=False,
+            keys_GHNW=fitted.get(KEYS_TENSOR),
+        )
+
+    @property
+    def alignment(self) -> str:
+        """Which decode weights of the checkpoint were fitted."""
+        return UNALIGNED if self.manifest is None else self.manifest.alignment
 
     @property
     def method(self) -> str:
@@ -204,7 +225,7 @@ def evaluate_specs(
     exact, others = _hidden_states(subject, sequences, specs, progress)
     scores = score_states(subject.model, sequences, specs, exact, others)
     return [
-        _row(subject.method, spec, score, context)
+        _row(subject.method, subject.alignment, spec, score, context)
         for spec, score in zip(specs, scores, strict=True)
     ]
 
@@ -268,8 +289,9 @@ def score_states(
     scores = [Score() for _ in specs]
     head = model.head()
     for number, ids_T in enumerate(sequences):
-        states = [exact[number] if other is None else other[number] for other in others]
-        _score_sequence(head, ids_T, exact[number], specs, states, scores)
+        exact_TE = exact[number]
+        states = [exact_TE if other is None else other[number] for other in others]
+        _score_sequence(head, ids_T, exact_TE, specs, states, scores)
     return scores
 
 
@@ -278,33 +300,56 @@ def _hidden_states(
     sequences: Sequence[torch.Tensor],
     specs: Sequence[DecodeSpec],
     progress: Callable[[str, int, int], None],
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor] | None]]:
+) -> tuple[HiddenStates, list[HiddenStates | None]]:
     """Last hidden states ``[T, E]`` of the exact model, and of each spec (None: the same)."""
     model = subject.model
-    exact = model.embed(sequences)
-    others = [None if spec.is_exact else list(exact) for spec in specs]
+    exact = model.embed(sequences, MEMORY_BYTES // (1 + len(specs)))
+    others = [None if spec.is_exact else exact.copy() for spec in specs]
     for index in range(model.layers):
         progress("layers", index, model.layers)
         layer: Any = model.layer(index)
-        advance_scored(model, layer, exact)
         for spec, hidden in zip(specs, others, strict=True):
             if hidden is not None:
-                fitted = subject.values(index) if _uses_values(spec) else None
-                install(layer, spec, subject.scales(index), fitted, subject.spectrum(index))
-                advance_scored(model, layer, hidden, spec.first_scored)
+                subject.install(layer, index, spec)
+                advance_decoded(model, layer, hidden, exact, spec)
                 uninstall(layer)
+        advance(model, layer, exact)
         del layer
     progress("layers", model.layers, model.layers)
     return exact, others
 
 
-def advance_scored(
-    model: LayeredModel, layer: nn.Module, hidden: list[torch.Tensor], first_scored: int = 0
+def advance_decoded(
+    model: LayeredModel,
+    layer: nn.Module,
+    hidden: HiddenStates,
+    exact: Sequence[torch.Tensor],
+    spec: DecodeSpec,
 ) -> None:
-    """Replace hidden states by the layer's output, in sequences where a position is scored."""
-    for position, hidden_TE in enumerate(hidden):
-        if hidden_TE.shape[0] > first_scored + 1:
-            hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
+    """Replace hidden states by the output of a layer that decodes, where a position is scored.
+
+    Args:
+        model: whose layer it is.
+        layer: with ``install(..., prefilled=False)`` done.
+        hidden: inputs of the layer; rows of positions below ``spec.prefill`` mean nothing.
+        exact: inputs of the layer in the exact model, which those rows are taken from.
+        spec: how the layer decodes.
+    """
+    for position, own_TE in enumerate(hidden):
+        if own_TE.shape[0] > spec.first_scored + 1:
+            hidden[position] = decode_layer(model, layer, own_TE, exact[position], spec.prefill)
+
+
+def decode_layer(
+    model: LayeredModel,
+    layer: nn.Module,
+    own_TE: torch.Tensor,
+    exact_TE: torch.Tensor,
+    prefill: int,
+) -> torch.Tensor:
+    """What :func:`advance_decoded` does to one sequence."""
+    joined_TE = torch.cat([exact_TE[:prefill], own_TE[prefill:]])
+    return run_layer(layer, joined_TE, model.rotary(joined_TE.shape[0]))
 
 
 def _score_sequence(
@@ -330,11 +375,11 @@ def _score_sequence(
             score.add(exact_TV[first - start :], own_TV, targets_T[first:stop])
 
 
-def _uses_values(spec: DecodeSpec) -> bool:
+def _uses_fitted(spec: DecodeSpec) -> bool:
     return spec.mode is Mode.TPLA and spec.aligned
 
 
-def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
+def _row(method: str, alignment: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
     return EvalRow(
         mode=spec.mode.value,
         groups=spec.plan.groups,
@@ -348,6 +393,6 @@ def _row(method: str, spec: DecodeSpec, score: Score, context: int) -> EvalRow:
         kl=score.kl / score.tokens,
         top1=score.agreed / score.tokens,
         scored_from=spec.first_scored,
-        alignment=(Alignment.VALUES if _uses_values(spec) else Alignment.NONE).value,
+        alignment=alignment if _uses_fitted(spec) else UNALIGNED,
         sliced=spec.sliced.value,
     )

@@ -23,6 +23,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from tpla.convert.checkpoint_io import Checkpoint
+from tpla.convert.hidden_states import MEMORY_BYTES, HiddenStates
 from tpla.core.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -84,8 +85,10 @@ class LayeredModel:
         return int(self.config.num_hidden_layers)
 
     @torch.no_grad()
-    def embed(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Token ids ``[T]`` of each sequence to hidden states ``[T, E]``."""
+    def embed(
+        self, sequences: Sequence[torch.Tensor], memory_bytes: int = MEMORY_BYTES
+    ) -> HiddenStates:
+        """Token ids ``[T]`` of each sequence to hidden states ``[T, E]``, see there."""
         table_VE = self.checkpoint.load(EMBEDDING)
         for ids_T in sequences:
             if int(ids_T.max()) >= table_VE.shape[0]:
@@ -93,7 +96,14 @@ class LayeredModel:
                     f"token id {int(ids_T.max())} is outside the embedding of {table_VE.shape[0]} "
                     "rows; the tokenizer does not belong to the model"
                 )
-        return [table_VE[ids_T].to(self.device, self.dtype) for ids_T in sequences]
+        return HiddenStates(
+            (table_VE[ids_T].to(self.device, self.dtype) for ids_T in sequences),
+            [len(ids_T) for ids_T in sequences],
+            table_VE.shape[1],
+            self.dtype,
+            self.device,
+            memory_bytes,
+        )
 
     def rotary(self, tokens: int) -> Any:
         """Position embeddings of positions 0..tokens-1, as the layers take them."""

@@ -1,7 +1,7 @@
 """The whole conversion: check, calibrate, write, and only then give the folder its name.
 
 Rotated tensors wait in files beside the output until their turn comes, so memory holds one layer
-and the calibration text's hidden states, whatever the number of layers.
+and a limited part of the calibration text's hidden states, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from tpla.convert.checkpoint_io import (
     read_header,
     write_file,
 )
+from tpla.convert.hidden_states import MEMORY_BYTES
 from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
 from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
+    KEYS_TENSOR,
     MANIFEST_NAME,
     VALUES_FOLDER,
     VALUES_TENSOR,
@@ -72,15 +74,17 @@ class ConversionOptions:
         method: basis of the latent.
         logit_scale: how logit scales are chosen.
         calibration: text, needed by ``pca`` and ``fit``.
-        max_tokens: most calibration tokens; their hidden states are held in memory.
+        max_tokens: most calibration tokens.
         per_document: whether a calibration document begins a new sequence.
         context: tokens of a calibration sequence; None: 2048, or the model's own limit if lower.
         dtype: of all float tensors written; None keeps each tensor's own.
         seed: of random bases.
         device: where calibration computes.
         compute_dtype: in which dtype calibration computes.
-        alignment: which decode weights are fitted; None: values, where there is text to fit on.
+        alignment: which decode weights are fitted; None: values, and keys if the basis is learned,
+            where there is text to fit on.
         learning_steps: of a learned basis, for each layer.
+        state_memory: bytes of hidden states in memory; what is more lies in a temporary file.
     """
 
     groups: int = 2
@@ -97,6 +101,7 @@ class ConversionOptions:
     compute_dtype: torch.dtype = torch.float32
     alignment: Alignment | None = None
     learning_steps: int = LEARNING_STEPS
+    state_memory: int = MEMORY_BYTES
 
 
 def convert_checkpoint(
@@ -128,9 +133,9 @@ def convert_checkpoint(
         progress("layers", 0, layers)
         for result in results:
             _spill(staging / _ROTATED, checkpoint, result, options.dtype)
-            _write_values(staging, checkpoint, result, options.dtype)
+            _write_decode(staging, checkpoint, result, options.dtype)
             spectra.append(result.spectrum)
-            scales.append(result.logit_scales)
+            scales.append(result.decode.scales_HG.tolist())
             progress("layers", result.layer + 1, layers)
         _write_weights(checkpoint, staging, options.dtype, progress)
         shutil.rmtree(staging / _ROTATED)
@@ -218,7 +223,14 @@ def _alignment(plan: ModelPlan, options: ConversionOptions) -> Alignment:
     if plan.groups == 1:
         return Alignment.NONE
     if options.alignment is None:
-        return Alignment.NONE if options.calibration is None else Alignment.VALUES
+        learned = options.method is Method.LEARNED
+        found = Alignment.KEYS_AND_VALUES if learned else Alignment.VALUES
+        return Alignment.NONE if options.calibration is None else found
+    if options.alignment is Alignment.KEYS_AND_VALUES and options.method is not Method.LEARNED:
+        raise ConfigError(
+            f"alignment={options.alignment.value} with method={options.method.value}: keys are "
+            "learned together with the basis; use --method learned, or --align values"
+        )
     return options.alignment
 
 
@@ -247,7 +259,7 @@ def _results(
         "seed": recipe.seed,
         "compute_dtype": str(options.compute_dtype).removeprefix("torch."),
     }
-    return calibrate_on_text(model, sequences, recipe), facts
+    return calibrate_on_text(model, sequences, recipe, options.state_memory), facts
 
 
 def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) -> list[torch.Tensor]:
@@ -295,18 +307,19 @@ def _spill(
     write_file(folder / f"{result.layer}.safetensors", outputs, {})
 
 
-def _write_values(
+def _write_decode(
     staging: Path, checkpoint: Checkpoint, result: LayerResult, dtype: torch.dtype | None
 ) -> None:
-    """Fitted value projections, in the dtype that W_UKV is computed with."""
-    if result.values_GHWV is None:
+    """Fitted projections, in the dtype that W_UKV is computed with."""
+    fitted = {KEYS_TENSOR: result.decode.keys_GHNW, VALUES_TENSOR: result.decode.values_GHWV}
+    tensors = {name: tensor for name, tensor in fitted.items() if tensor is not None}
+    if not tensors:
         return
     name = attention_prefix(result.layer) + KV_B
     quantized = checkpoint.is_quantized(name)
     own = torch.bfloat16 if quantized else DTYPES[checkpoint.entry(name).dtype]
-    values_GHWV = result.values_GHWV.to(dtype or own)
-    output = OutputTensor.of(VALUES_TENSOR, values_GHWV)
-    write_file(values_path(staging, result.layer), [output], {})
+    outputs = [OutputTensor.of(part, tensor.to(dtype or own)) for part, tensor in tensors.items()]
+    write_file(values_path(staging, result.layer), outputs, {})
 
 
 def _write_weights(

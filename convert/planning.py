@@ -5,7 +5,8 @@ they are divided by layer: :mod:`~tpla.convert.division`). All of them are measu
 over the layers: the basis and the exact hidden states are the same for every plan, so a layer is
 read once, and only the fits and each plan's own hidden states are kept beside it. The KL is that of
 held-out sequences, every fourth of the calibration text, after an exact prefill
-of half a context.
+of half a context. A learned basis is another one for every plan, so plans for it are measured in
+the principal one that it begins at.
 
 Shape suffixes: T tokens, E hidden size.
 """
@@ -20,9 +21,11 @@ from typing import Any
 
 import torch
 
+from tpla.convert.alignment import Alignment
 from tpla.convert.calibrate import Recipe, advance, fit_decode, rotate_layer
 from tpla.convert.checkpoint_io import Checkpoint
-from tpla.convert.evaluate import advance_scored, score_states
+from tpla.convert.evaluate import advance_decoded, score_states
+from tpla.convert.hidden_states import HiddenStates
 from tpla.convert.layers import LayeredModel
 from tpla.convert.pipeline import (
     ConversionOptions,
@@ -36,7 +39,6 @@ from tpla.convert.sliced_attention import (
     DecodeSpec,
     Mode,
     attention_error,
-    install,
     uninstall,
 )
 from tpla.convert.text import hold_out, sequence_context
@@ -222,21 +224,18 @@ def measure_candidates(
         ConfigError: text that is absent or too short to hold some out.
     """
     checkpoint = Checkpoint(source)
-    if options.method is Method.LEARNED:
-        raise ConfigError(
-            "method=learned finds another basis for every plan, so plans cannot be measured in one "
-            "pass; plan with --method pca, then convert with --core-dims and --method learned, or "
-            "choose by bytes alone with --uniform"
-        )
     prefill = sequence_context(checkpoint.config, options.context) // 2
     fitted, held_out = _split(calibration_sequences(checkpoint, options), prefill)
     model = LayeredModel(checkpoint, torch.device(options.device), options.compute_dtype)
-    calibration, exact = model.embed(fitted), model.embed(held_out)
+    texts = 2 + len(candidates)
+    calibration, exact = (
+        model.embed(each, options.state_memory // texts) for each in (fitted, held_out)
+    )
     trials = [
         _Trial(
             _recipe(checkpoint, options, candidate.plan),
             DecodeSpec(Mode.TPLA, candidate.plan, kv_format, prefill),
-            list(exact),
+            exact.copy(),
         )
         for candidate in candidates
     ]
@@ -259,7 +258,7 @@ class _Trial:
 
     recipe: Recipe
     spec: DecodeSpec
-    hidden: list[torch.Tensor]
+    hidden: HiddenStates
     layer_errors: list[float] = field(default_factory=list)
 
     def advance(
@@ -271,10 +270,10 @@ class _Trial:
         exact: Sequence[torch.Tensor],
     ) -> None:
         """Fit decode of a rotated layer, note its error, replace the hidden states."""
-        scales_HG, values_GHWV = fit_decode(model, layer, index, calibration, self.recipe)
-        install(layer, self.spec, scales_HG.tolist(), values_GHWV)
+        decode = fit_decode(model, layer, index, calibration, self.recipe)
+        decode.install(layer, self.spec, prefilled=False)
         self.layer_errors.append(attention_error(model, layer, exact))
-        advance_scored(model, layer, self.hidden, self.spec.prefill)
+        advance_decoded(model, layer, self.hidden, exact, self.spec)
         uninstall(layer)
 
 
@@ -302,6 +301,10 @@ def _measures(
 
 def _recipe(checkpoint: Checkpoint, options: ConversionOptions, plan: ModelPlan) -> Recipe:
     options = replace(options, groups=plan.groups, core_dims=plan.core_dims)
+    if options.method is Method.LEARNED:
+        keyed = options.alignment is Alignment.KEYS_AND_VALUES
+        alignment = Alignment.VALUES if keyed else options.alignment
+        options = replace(options, method=Method.PCA, alignment=alignment)
     return make_recipe(checkpoint, options)
 
 
@@ -309,11 +312,11 @@ def _split(
     sequences: list[torch.Tensor], prefill: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Sequences to fit on, and those held out that are long enough to score."""
-    kept, held_out = hold_out(sequences)
-    held_out = [ids_T for ids_T in held_out if len(ids_T) > prefill + 1]
+    kept, judged = hold_out(sequences)
+    held_out = [sequences[number] for number in judged if len(sequences[number]) > prefill + 1]
     if not held_out:
         raise ConfigError(
             f"no held-out calibration sequence has more than {prefill} tokens, the half of a "
             "context that is prefilled; give more --max-tokens or text, or a smaller --context"
         )
-    return kept, held_out
+    return [sequences[number] for number in kept], held_out

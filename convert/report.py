@@ -23,6 +23,8 @@ from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import describe_core
 
 PAGE = "report.md"
+_ASKED = ("recall", "tasks")
+"""Shares of exact answers that a sweep may have."""
 
 
 @dataclass(frozen=True)
@@ -209,13 +211,28 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
         "KL",
         "top-1",
     ]
+    judged = all("exact_ppl" in row for row in rows)
+    asked = all("questions" in row for row in rows)
+    columns += ["ppl ratio"] * judged + ["recall", "tasks"] * asked
     lines = []
     for row in rows:
         cells = [str(row["groups"]), describe_core(row["core_dims"]), row["method"]]
         cells += [row["alignment"], f"{row['row_bytes']:g}"]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
+        if judged:
+            cells.append(f"{row['ppl'] / row['exact_ppl']:.5f}")
+        if asked:
+            cells += [f"{row[kind]:.1%} of {row[f'exact_{kind}']:.1%}" for kind in _ASKED]
         lines.append(cells)
-    return _table(columns, lines)
+    table = _table(columns, lines)
+    return f"{table}\n\n{_questions(rows[0])}" if asked else table
+
+
+def _questions(row: dict[str, Any]) -> str:
+    return (
+        f"Recall and tasks: exact answers of decode, and of the exact model; {row['questions']} "
+        f"held-out questions over {row['recall_distance']} tokens, and as many of each task."
+    )
 
 
 def _described(manifest: Manifest) -> str:

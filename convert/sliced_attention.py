@@ -44,7 +44,7 @@ from tpla.core.latent_layout import (
 )
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
-_LOGITS_AT_ONCE = 2**22
+_LOGITS_AT_ONCE = 2**24
 
 
 class Mode(str, Enum):
@@ -178,6 +178,9 @@ class SlicedAttention:
         scales_HG: logit scales mu, ``[H, groups]``; ones where absent.
         values_GHWV: fitted value projections of TPLA's groups; slices of W_UV where absent.
         energies_G: mean square of each group's slice, where its norm is sliced.
+        prefilled: whether the exact positions are computed; if not, their rows of the output are
+            zero, for callers that have them already.
+        keys_GHNW: fitted key projections of TPLA's groups, logit scales included.
 
     Raises:
         ConfigError: GLA with a number of heads that the groups do not divide.
@@ -190,6 +193,8 @@ class SlicedAttention:
         scales_HG: torch.Tensor | None = None,
         values_GHWV: torch.Tensor | None = None,
         energies_G: torch.Tensor | None = None,
+        prefilled: bool = True,
+        keys_GHNW: torch.Tensor | None = None,
     ) -> None:
         if spec.mode is Mode.GLA and attention.num_heads % spec.plan.groups:
             raise ConfigError(
@@ -201,6 +206,7 @@ class SlicedAttention:
         self.plan = spec.plan.layer(attention.layer_idx)
         self.scales_HG = ones if scales_HG is None else scales_HG
         self.values_GHWV, self.energies_G = values_GHWV, energies_G
+        self.prefilled, self.keys_GHNW = prefilled, keys_GHNW
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
@@ -214,7 +220,7 @@ class SlicedAttention:
     def _sequence(self, x_TE: torch.Tensor, rotary: Any) -> torch.Tensor:
         seen = project(self.attention, x_TE, rotary)
         prefill = min(self.spec.prefill, x_TE.shape[0])
-        exact_HTV = self._exact(seen, 0, prefill)
+        exact_HTV = self._prefill(seen, prefill)
         if self.energies_G is not None:
             seen = seen._replace(latent_TR=normalise_slices(seen.latent_TR, self.energies_G))
         if self.spec.sliced is Sliced.NORM:
@@ -224,6 +230,14 @@ class SlicedAttention:
         heads_HTV = torch.cat([exact_HTV, decoded_HTV], 1)
         output_TE: torch.Tensor = self.attention.o_proj(heads_HTV.transpose(0, 1).flatten(1))
         return output_TE
+
+    def _prefill(self, seen: Projected, prefill: int) -> torch.Tensor:
+        """Queries below ``prefill``: ``[H, prefill, V]``."""
+        if self.prefilled:
+            return self._exact(seen, 0, prefill)
+        return seen.latent_TR.new_zeros(
+            self.attention.num_heads, prefill, self.attention.v_head_dim
+        )
 
     def _exact(self, seen: Projected, start: int, stop: int) -> torch.Tensor:
         """Queries ``start..stop``, unsliced: ``[H, stop - start, V]``."""
@@ -262,10 +276,13 @@ class SlicedAttention:
         if mode is Mode.GLA:
             share = self.attention.num_heads // plan.groups
             heads = slice(group * share, (group + 1) * share)
-        scale_H = self.scales_HG[heads, group].to(query_HQR)
-        query_HQW = query_HQR[heads][..., dims]
-        if mode is Mode.TPLA:
-            query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
+        if self.keys_GHNW is not None:
+            query_HQW = seen.q_nope_HTN[:, start:] @ self.keys_GHNW[group].to(query_HQR)
+        else:
+            query_HQW = query_HQR[heads][..., dims]
+            if mode is Mode.TPLA:
+                scale_H = self.scales_HG[heads, group].to(query_HQR)
+                query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
         context_HQW = attend(
             query_HQW, seen.q_rope_HTD[heads, start:], latent_TW, rope_TD, self.attention.scaling
         )
@@ -336,6 +353,8 @@ def install(
     scales: list[list[float]] | None = None,
     values_GHWV: torch.Tensor | None = None,
     spectrum: list[float] | None = None,
+    prefilled: bool = True,
+    keys_GHNW: torch.Tensor | None = None,
 ) -> None:
     """Make a HuggingFace decoder layer decode by ``spec``.
 
@@ -345,6 +364,8 @@ def install(
         scales: the manifest's logit scales of this layer, ``[head][group]``; used by TPLA alone.
         values_GHWV: the layer's fitted value projections, likewise.
         spectrum: the manifest's shares of energy along the layer's dims; needed by a sliced norm.
+        prefilled: as in :class:`SlicedAttention`.
+        keys_GHNW: the layer's fitted key projections; used by TPLA alone.
     """
     attention: Any = layer.self_attn
     tpla = spec.mode is Mode.TPLA
@@ -354,8 +375,12 @@ def install(
         # The normalised latent's squares sum to R, so a slice's mean is its share times G.
         shares_G = torch.tensor(spectrum).unflatten(0, (spec.plan.groups, -1)).sum(1)
         energies_G = shares_G * spec.plan.groups
-    fitted = values_GHWV if tpla and spec.aligned else None
-    attention.forward = SlicedAttention(attention, spec, scales_HG, fitted, energies_G)
+    values_GHWV, keys_GHNW = (
+        fitted if tpla and spec.aligned else None for fitted in (values_GHWV, keys_GHNW)
+    )
+    attention.forward = SlicedAttention(
+        attention, spec, scales_HG, values_GHWV, energies_G, prefilled, keys_GHNW
+    )
 
 
 def uninstall(layer: nn.Module) -> None:

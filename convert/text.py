@@ -91,8 +91,8 @@ def read_sequences(
     return sequences
 
 
-def hold_out(sequences: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Sequences (or what was made of them) to fit on, and those to judge by.
+def hold_out(sequences: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Which sequences (or what was made of them) to fit on, and which to judge by.
 
     Raises:
         ConfigError: too few for both.
@@ -102,8 +102,9 @@ def hold_out(sequences: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], lis
             f"{len(sequences)} calibration sequences hold none out: every {HELD_OUT_EVERY}th is "
             "kept to judge by; give more --max-tokens or text, or a smaller --context"
         )
-    kept = [part for n, part in enumerate(sequences) if n % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
-    return kept, list(sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+    numbers = range(len(sequences))
+    kept = [number for number in numbers if number % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    return kept, list(numbers[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
 
 
 def _documents(path: Path, max_tokens: int) -> Iterator[str | list[dict[str, str]]]:

@@ -23,8 +23,12 @@ _ONE_CORE_SCHEMA = 1
 UNALIGNED = "none"
 """The ``alignment`` of a checkpoint whose decode uses slices of its own weights."""
 
+KEYED = "keys+values"
+"""The ``alignment`` of a checkpoint whose decode has key projections of its own, too."""
+
+KEYS_TENSOR = "keys"
 VALUES_TENSOR = "values"
-"""The one tensor of :func:`values_path`."""
+"""The tensors of :func:`values_path`; keys are there if the alignment is :data:`KEYED`."""
 
 VALUES_FOLDER = "tpla_decode"
 
@@ -42,7 +46,7 @@ class Manifest:
 
     Attributes:
         plan: how decode divides the latent of each layer.
-        method: the rotation, ``pca``, ``hadamard`` or ``identity``.
+        method: the rotation, ``pca``, ``learned``, ``hadamard`` or ``identity``.
         logit_scale: how :attr:`logit_scales` were found, ``fit``, ``one`` or ``energy``.
         logit_scales: ``[layer][head][group]``, multiplies the part of a decode logit that comes
             from the group's own slice (the shared core's and the RoPE's parts are never scaled).
@@ -52,9 +56,9 @@ class Manifest:
         source_fingerprint: the same of the checkpoint that was converted.
         calibration: facts about the calibration text (path, tokens, context, ...).
         version: release of this package that wrote the file.
-        alignment: which decode weights were fitted, ``values`` or ``none``; see
-            :func:`values_path`.
-        values_digest: :func:`values_digest` of the fitted value projections.
+        alignment: which decode weights were fitted, ``none``, ``values`` or ``keys+values``; see
+            :func:`values_path`. Logit scales do not apply to fitted keys.
+        values_digest: :func:`values_digest` of the fitted projections.
     """
 
     plan: ModelPlan
@@ -73,6 +77,11 @@ class Manifest:
     def aligned(self) -> bool:
         """Whether decode has value projections of its own."""
         return self.alignment != UNALIGNED
+
+    @property
+    def keyed(self) -> bool:
+        """Whether decode has key projections of its own, too."""
+        return self.alignment == KEYED
 
     def check_values(self, directory: Path) -> None:
         """The fitted value projections in ``directory`` are those that this manifest describes.
@@ -129,7 +138,10 @@ class Manifest:
 
 
 def values_path(directory: Path, layer: int) -> Path:
-    """File of a layer's fitted value projections, ``[group, head, latent_width, v_head_dim]``.
+    """File of a layer's fitted projections, in the basis of the checkpoint.
+
+    Values are ``[group, head, latent_width, v_head_dim]``; keys, which turn a head's query without
+    RoPE into the rank's absorbed one, ``[group, head, qk_nope_head_dim, latent_width]``.
 
     In a folder of its own: loaders of the checkpoint read every safetensors file beside it.
     """

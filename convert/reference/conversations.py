@@ -11,6 +11,7 @@ ACKNOWLEDGE = "Okay, I will remember that."
 SYSTEM_PROMPT = "You are a helpful assistant."
 SIMILAR_KEYS = 0.4  # share of facts whose key is almost that of another fact of the chat
 CHARS_PER_TOKEN = 2.7  # a rough figure, used only to choose how long a chat gets
+OVERSHOOT = 196  # tokens kept free of a limit, because a chat ends after the step that reaches it
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def _chat_length(rng: Random, longest: int) -> int:
     elif kind < 0.9:
         length = rng.randrange(1300, 2000)
     else:
-        length = rng.randrange(2000, 3900)
+        length = rng.randrange(2000, max(3900, longest - OVERSHOOT))
     return min(length, longest)
 
 

@@ -78,6 +78,19 @@ class ModelShape:
         }
 
 
+LARGE_SHAPE = ModelShape(
+    hidden=768,
+    layers=12,
+    heads=16,
+    intermediate=2048,
+    latent=512,
+    nope=64,
+    value=64,
+    context=8192,
+)
+"""About 100 million parameters with DeepSeek's latent, for figures; its weights are not kept."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32."""
 

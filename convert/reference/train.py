@@ -1,13 +1,14 @@
 """Train the reference model from generated text, export it, and score it.
 
-Run `python -m tpla.convert.reference.train --out FOLDER --report FILE --minutes 8`.
+Run `python -m tpla.convert.reference.train --out FOLDER --report FILE --minutes 8`. A larger model
+for figures, which takes a GPU: `--size large --no-score`.
 """
 
 import hashlib
 import json
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -20,13 +21,30 @@ from torch import Tensor
 
 from tpla.convert.reference.checkpoint import save_checkpoint
 from tpla.convert.reference.conversations import draw_conversation
-from tpla.convert.reference.model import ModelShape, ReferenceModel, weighted_loss
+from tpla.convert.reference.model import (
+    LARGE_SHAPE,
+    ModelShape,
+    ReferenceModel,
+    weighted_loss,
+)
 from tpla.convert.reference.score import score
 from tpla.convert.reference.stream import Batch, BatchStream
 from tpla.convert.reference.tokenizer import train_tokenizer
 
 PRINT_EVERY = 100  # steps
 TOKENIZER_CHATS = 4000
+
+
+class Size(StrEnum):
+    """Which reference model."""
+
+    EMBEDDED = "embedded"
+    LARGE = "large"
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of its parts."""
+        return LARGE_SHAPE if self is Size.LARGE else ModelShape()
 
 
 class MatrixOptimizer(StrEnum):
@@ -183,8 +201,10 @@ def provenance() -> dict[str, str]:
     for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    commit = result.stdout.strip() if result.returncode == 0 else "unknown"
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
     return {"commit": commit, "sources_sha256": digest.hexdigest()}
 
 
@@ -198,15 +218,21 @@ def main(
     optimizer: Annotated[
         MatrixOptimizer, typer.Option(help="What updates the layers' matrices.")
     ] = MatrixOptimizer.MUON,
-    latent: Annotated[int, typer.Option(help="Dims of the latent (kv_lora_rank).")] = 128,
+    size: Annotated[Size, typer.Option(help="Which model.")] = Size.EMBEDDED,
+    latent: Annotated[
+        int | None, typer.Option(help="Dims of the latent (kv_lora_rank), if not the size's.")
+    ] = None,
+    scored: Annotated[bool, typer.Option("--score/--no-score", help="Ask it questions.")] = True,
     questions: Annotated[int, typer.Option(help="Held-out questions of each kind.")] = 200,
     latent_chats: Annotated[int, typer.Option(help="Chats for sliced perplexities.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of text and weights.")] = 1,
 ) -> None:
     """Train, export and score the reference model."""
+    shape = size.shape if latent is None else replace(size.shape, latent=latent)
     recipe = Recipe(
         minutes=minutes,
         batch_tokens=batch_tokens,
+        longest_chat=shape.context,
         workers=workers,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -214,7 +240,6 @@ def main(
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    shape = ModelShape(latent=latent)
     tokenizer = learn_tokenizer(shape, seed)
     model = ReferenceModel(shape).to(device)
     if device.type == "cuda":
@@ -223,14 +248,15 @@ def main(
     typer.echo(f"{parameters / 1e6:.2f}M parameters on {device}")
     log = train(model, tokenizer, recipe, device)
     save_checkpoint(model, tokenizer, out)
-    typer.echo(f"{log.steps} steps, {log.tokens / 1e6:.0f}M tokens; scoring")
-    figures = {
+    typer.echo(f"{log.steps} steps, {log.tokens / 1e6:.0f}M tokens")
+    figures: dict[str, object] = {
         "parameters": parameters,
         "recipe": asdict(recipe),
         "provenance": provenance(),
         "training": asdict(log),
-        "score": score(out, device, questions, 50, latent_chats),
     }
+    if scored:
+        figures["score"] = score(out, device, questions, 50, latent_chats)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -18,19 +18,20 @@ REFERENCE_MODEL = REPOSITORY / "deploy" / "reference_model"
 
 @dataclass(frozen=True)
 class Conversions:
-    """Converted copies of a model; one rotation, whatever the plan, so they share prefill."""
+    """Converted copies of a model; PCA's rotation is one for all plans, so they share prefill."""
 
     directory: Path
     calibration: Path
 
-    def of(self, source: Path, groups: int, core: str) -> Path:
+    def of(self, source: Path, groups: int, core: str, method: str = "pca") -> Path:
         """``source`` converted for ``groups`` and ``core`` dims, made at most once."""
-        target = self.directory / f"{source.name}-g{groups}-core{core}"
+        target = self.directory / f"{source.name}-{method}-g{groups}-core{core}"
         if not target.exists():
             command = [sys.executable, "-m", "tpla.core.cli", "convert", str(source), str(target)]
             plan = ["--groups", str(groups), "--core-dims", core, "--dtype", "float32"]
             text = ["--calibration", str(self.calibration), "--max-tokens", "8192"]
-            subprocess.run([*command, *plan, *text], check=True, timeout=300)
+            basis = ["--method", method, "--learning-steps", "40"]
+            subprocess.run([*command, *plan, *text, *basis], check=True, timeout=300)
         return target
 
 

@@ -28,6 +28,7 @@ class Plan:
     cores: list[int]  # [layer]
     scales: Any  # [layer][head][group]
     values: Any = None  # [layer][group, head, dims, value]
+    keys: Any = None  # [layer][group, head, nope, dims]
 
     @classmethod
     def of(cls, model: Path, sliced: bool, layers: int, heads: int) -> Plan:
@@ -35,12 +36,13 @@ class Plan:
             return cls(1, [0] * layers, torch.ones(layers, heads, 1))
         document = json.loads((model / "tpla.json").read_text())
         plan = document["plan"]
-        values = None
-        if document["alignment"] == "values":
-            files = sorted((model / "tpla_decode").iterdir())
-            values = [load_file(file)["values"] for file in files]
+        values = keys = None
+        if document["alignment"] != "none":
+            fitted = [load_file(file) for file in sorted((model / "tpla_decode").iterdir())]
+            values = [layer["values"] for layer in fitted]
+            keys = [layer["keys"] for layer in fitted] if "keys" in fitted[0] else None
         scales = torch.tensor(document["logit_scales"])
-        return cls(plan["groups"], plan["core_dims"], scales, values)
+        return cls(plan["groups"], plan["core_dims"], scales, values, keys)
 
 
 def stored(latent: torch.Tensor, rope: torch.Tensor, kv_format: str) -> tuple[Any, Any]:
@@ -103,7 +105,7 @@ class Attention:
                 (torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]]))
                 for a, b in zip(self.cache, fresh, strict=True)
             ]
-            out = self.sliced(q_latent, q_rope[0], w_uv, core, parts)
+            out = self.sliced(q_nope[0], q_latent, q_rope[0], w_uv, core, parts)
         return m.o_proj(out.transpose(0, 1).reshape(1, tokens, heads * value)), None
 
     def exact(self, q_latent: Any, q_rope: Any, latent: Any, k_rope: Any, w_uv: Any) -> Any:
@@ -113,12 +115,16 @@ class Attention:
         weights = (logits * self.m.scaling).masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("htr,hvr->htv", weights @ latent, w_uv)
 
-    def sliced(self, q_latent: Any, q_rope: Any, w_uv: Any, core: Any, parts: Any) -> Any:
+    def sliced(
+        self, q_nope: Any, q_latent: Any, q_rope: Any, w_uv: Any, core: Any, parts: Any
+    ) -> Any:
         total: Any = 0
         for j, part in enumerate(parts):
             latent, rope = self.cache[j]
             mu = self.plan.scales[self.layer, :, j].view(-1, 1, 1)
             query = torch.cat([q_latent[..., core], mu * q_latent[..., part]], -1)
+            if self.plan.keys is not None:
+                query = q_nope @ self.plan.keys[self.layer][j].float()
             logits = (query @ latent.T + q_rope @ rope.T) * self.m.scaling
             read = logits.softmax(-1) @ latent
             projection = w_uv[..., core + part].clone()

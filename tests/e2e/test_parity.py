@@ -40,10 +40,12 @@ class Decode:
     kv_format: str
     tp: int
     extra: tuple[str, ...] = ()
+    method: str = "pca"
 
     def __str__(self) -> str:
         core = self.core.replace(",", ".")
-        return f"{self.mode}-g{self.groups}-core{core}-{self.kv_format}-tp{self.tp}"
+        name = f"{self.mode}-g{self.groups}-core{core}-{self.kv_format}-tp{self.tp}"
+        return name if self.method == "pca" else f"{name}-{self.method}"
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ FLEETS = (
     ),
     # DeepSeek-V3's shape: low-rank queries, mixture of experts, yarn RoPE.
     Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 2),), "v3"),
-    # Every layer a width of its own, and two that share one.
-    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2, SCATTER),)),
+    # Every layer a width of its own, and two that share one; keys of decode's own.
+    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2, SCATTER, "learned"),)),
 )
 
 
@@ -140,7 +142,7 @@ def _models(wanted: Fleet, conversions: Conversions) -> dict[Decode, Path]:
         make_checkpoint(source, wanted.family)
         # Fields that SGLang reads and HuggingFace's config leaves out.
         edit_config(source, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
-    return {d: conversions.of(source, max(d.groups, 2), d.core) for d in wanted.decodes}
+    return {d: conversions.of(source, max(d.groups, 2), d.core, d.method) for d in wanted.decodes}
 
 
 def _start(wanted: Fleet, models: dict[Decode, Path], start_worker: StartWorker) -> Started:

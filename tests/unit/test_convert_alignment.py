@@ -47,11 +47,11 @@ def test_what_is_exact_stays_as_it_is(text: Path, tmp_path: Path) -> None:
     )
     ids = torch.randint(0, 256, (128,), generator=torch.Generator().manual_seed(1))
     for result in calibrate_on_text(model, [ids], recipe):
-        assert result.values_GHWV is not None
+        assert result.decode.values_GHWV is not None
         _, w_uv_HVR = up_projections(model.layer(result.layer).self_attn)
         gamma_R = model.layer(result.layer).self_attn.kv_a_layernorm.weight
         start = sliced_values(w_uv_HVR * gamma_R, recipe.plan.layer(result.layer))
-        fitted = result.values_GHWV.transpose(0, 1).flatten(1, 2)
+        fitted = result.decode.values_GHWV.transpose(0, 1).flatten(1, 2)
         torch.testing.assert_close(fitted.float(), start, rtol=1e-3, atol=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_a_projection_that_explains_the_output_is_found() -> None:
 
     w_uk, w_uv = normal(heads, 4, 8), normal(heads, 3, 8)
     statistics = ValueStatistics(heads, 3, plan, torch.device("cpu"))
-    statistics.update(Seen, w_uk, w_uv, torch.ones(heads, 1), 0.3)  # type: ignore[arg-type]
+    statistics.update(Seen, w_uk, w_uv, w_uk[None], 0.3)  # type: ignore[arg-type]
     fitted = statistics.solve(torch.zeros(heads, 8, 3))
     torch.testing.assert_close(fitted.float(), w_uv.transpose(1, 2), rtol=0.01, atol=0.01)
 

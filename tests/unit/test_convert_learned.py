@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.checkpoints import LATENT, make_checkpoint, write_text
 from tpla.convert import calibrate
-from tpla.convert.learned_rotation import LayerWeights, learn_turn
+from tpla.convert.alignment import sliced_keys
+from tpla.convert.evaluate import Subject, evaluate_specs
+from tpla.convert.learned_rotation import LayerWeights, Learned, learn_slicing
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.planning import Budget, survey
 from tpla.convert.rotation import Method
-from tpla.convert.sliced_attention import Projected
-from tpla.core.checkpoint import Manifest
+from tpla.convert.sliced_attention import Mode, Projected
+from tpla.core.checkpoint import KEYS_TENSOR, Manifest, values_path
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import ShardPlan
+from tpla.core.latent_layout import KVFormat, ShardPlan
 
 RANK, HEADS = 8, 2
 
@@ -52,14 +55,19 @@ def test_it_finds_the_dims_that_queries_ask_for() -> None:
         0.5,
     )
     sequences = [_sequence(generator, mixed) for _ in range(4)]
-    turn = learn_turn(weights, ShardPlan(RANK, 2, 4), 4, sequences.__getitem__, 300, seed=0)
+    plan = ShardPlan(RANK, 2, 4)
+    learned = learn_slicing(weights, plan, 4, sequences.__getitem__, 300, seed=0, with_keys=False)
+    turn = learned.turn_RR
     identity = torch.eye(RANK, dtype=torch.float64)
     torch.testing.assert_close(turn.T @ turn, identity, rtol=0, atol=1e-12)
     share_of_asked = (mixed.double() @ turn)[4:, :4].square().sum() / 4
     assert share_of_asked > 0.7, "half of the shared core makes logits at first, then most of it"
 
 
-def test_the_same_seed_learns_the_same(folder: Path, options: ConversionOptions) -> None:
+def test_the_same_seed_learns_the_same(
+    folder: Path, options: ConversionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "NEGLIGIBLE_ERROR", -1.0)
     learned = replace(options, method=Method.LEARNED, learning_steps=5)
     prints = {
         convert_checkpoint(folder / "source", folder / f"seed{name}", learned).fingerprint
@@ -71,12 +79,15 @@ def test_the_same_seed_learns_the_same(folder: Path, options: ConversionOptions)
 def test_a_basis_that_loses_more_on_held_out_text_is_dropped(
     folder: Path, options: ConversionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interleave(*_: object) -> torch.Tensor:
-        return torch.cat([torch.eye(LATENT)[:, ::2], torch.eye(LATENT)[:, 1::2]], 1).double()
+    def interleave(weights: LayerWeights, plan: ShardPlan, *_: object) -> Learned:
+        turn = torch.cat([torch.eye(LATENT)[:, ::2], torch.eye(LATENT)[:, 1::2]], 1)
+        ones = torch.ones(weights.w_uk_HNR.shape[0], plan.groups)
+        return Learned(turn.double(), sliced_keys(weights.w_uk_HNR @ turn, plan, ones))
 
     # Half of the latent repeats the other: PCA gives group 0 all of it, and nothing is lost.
+    monkeypatch.setattr(calibrate, "NEGLIGIBLE_ERROR", -1.0)
     source = make_checkpoint(folder / "duplicated", num_hidden_layers=1, duplicated=True)
-    monkeypatch.setattr(calibrate, "learn_turn", interleave)
+    monkeypatch.setattr(calibrate, "learn_slicing", interleave)
     principal = replace(options, core_dims=0)
     learned = replace(principal, method=Method.LEARNED)
     kept = convert_checkpoint(source, folder / "kept", learned)
@@ -95,11 +106,51 @@ def test_it_needs_text_to_judge_by(
         convert_checkpoint(folder / "source", tmp_path / "out", steps)
 
 
-def test_plans_are_not_compared_in_bases_of_their_own(
+def test_plans_are_compared_in_the_basis_that_learning_begins_at(
     folder: Path, options: ConversionOptions
 ) -> None:
-    with pytest.raises(ConfigError, match="plan with --method pca"):
-        survey(folder / "source", replace(options, method=Method.LEARNED), Budget(), measured=True)
+    budget = Budget()
+    learned = replace(options, method=Method.LEARNED)
+    found = [survey(folder / "source", each, budget, measured=True) for each in (options, learned)]
+    assert found[0] == found[1] and found[0][0].measure is not None
+
+
+def test_learned_keys_are_kept_and_read(
+    folder: Path, options: ConversionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "NEGLIGIBLE_ERROR", -1.0)
+    learned = replace(options, method=Method.LEARNED, learning_steps=60)
+    manifest = convert_checkpoint(folder / "source", folder / "keys", learned)
+    assert (manifest.alignment, manifest.keyed) == ("keys+values", True)
+    subject = Subject(folder / "keys")
+    keys_GHNW = subject.fitted(0)[KEYS_TENSOR]
+    heads, width = len(manifest.logit_scales[0]), manifest.plan.layer(0).latent_width
+    assert keys_GHNW.shape == (2, heads, 32, width)
+    spec = subject.spec(Mode.TPLA, KVFormat.FP32, 64)
+    sequences = subject.sequences(folder / "text.txt", 128, 512, False)
+    (with_keys,) = evaluate_specs(subject, sequences, [spec], 128)
+    save_file(
+        {**subject.fitted(0), KEYS_TENSOR: torch.zeros_like(keys_GHNW)},
+        values_path(folder / "keys", 0),
+    )
+    (without,) = evaluate_specs(subject, sequences, [spec], 128)
+    assert with_keys.alignment == "keys+values"
+    assert with_keys.kl < 0.5 * without.kl
+
+
+def test_a_layer_that_loses_nothing_is_not_searched(
+    folder: Path, options: ConversionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Learned:
+        raise AssertionError("searched")
+
+    source = make_checkpoint(folder / "nothing-lost", num_hidden_layers=1, duplicated=True)
+    monkeypatch.setattr(calibrate, "learn_slicing", refuse)
+    learned = replace(options, core_dims=0, method=Method.LEARNED)
+    assert convert_checkpoint(source, folder / "not-searched", learned).keyed
+    monkeypatch.setattr(calibrate, "NEGLIGIBLE_ERROR", -1.0)
+    with pytest.raises(AssertionError, match="searched"):
+        convert_checkpoint(source, folder / "searched", learned)
 
 
 def _sequence(generator: torch.Generator, basis: torch.Tensor) -> Projected:

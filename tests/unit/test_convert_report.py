@@ -82,7 +82,10 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
         EndpointResult(label, "m", 1.0, [TaskRow("recall", 3000, 20, exact, 0, 3100)])
         for label, exact in (("mla", 20), ("tpla", 19))
     ]
+    asked = {"questions": 100, "recall_distance": 3000, "exact_recall": 1.0, "recall": 0.99}
+    asked |= {"exact_tasks": 0.995, "tasks": 0.98, "exact_ppl": 2.0, "ppl": 2.002}
     (tmp_path / "accuracy_x.json").write_text(json.dumps({"rows": sweep}))
+    (tmp_path / "accuracy_y.json").write_text(json.dumps({"rows": [sweep[0] | asked]}))
     document = {"endpoints": [asdict(result) for result in results]}
     (tmp_path / "tasks_x.json").write_text(json.dumps(document))
     findings = Findings()
@@ -90,6 +93,8 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     page = write_report(tmp_path / "out", findings).read_text()
     assert "| 2 | 0 | pca | values | 132 | 67.3% | 0.01200 | 95.00% |" in page
     assert "| 2 | 0..32 | pca | none |" in page
+    assert "| 95.00% | 1.00100 | 99.0% of 100.0% | 98.0% of 99.5% |" in page
+    assert "100 held-out questions over 3000 tokens" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
     assert "| DeepSeek-V3 | 58.19 | 56.04 | 0.963 |" in page
     assert (tmp_path / "out" / "accuracy_x.png").read_bytes().startswith(PNG)

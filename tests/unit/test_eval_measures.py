@@ -74,7 +74,7 @@ def test_slicing_loses_less_than_grouped_latents(rows: dict[Any, EvalRow]) -> No
 
 
 def test_an_exact_prefill_helps(rows: dict[Any, EvalRow]) -> None:
-    assert rows["tpla", 48, "fp32"].kl < rows["tpla", 0, "fp32"].kl
+    assert rows["gla", 48, "fp32"].kl < 0.95 * rows["gla", 0, "fp32"].kl
 
 
 def test_fp8_costs_a_little(rows: dict[Any, EvalRow]) -> None:

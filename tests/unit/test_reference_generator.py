@@ -11,7 +11,12 @@ import typer
 from typer.testing import CliRunner
 
 from tpla.convert.reference import stream, tasks, text
-from tpla.convert.reference.conversations import draw_conversation, recall_question, task_question
+from tpla.convert.reference.conversations import (
+    CHARS_PER_TOKEN,
+    draw_conversation,
+    recall_question,
+    task_question,
+)
 from tpla.convert.reference.facts import Split, draw_fact
 
 SUM = re.compile(r"(\d+) \+ (\d+) = (\d+)\.")
@@ -25,6 +30,15 @@ def test_same_seed_same_text() -> None:
     first = [draw_conversation(Random(5)) for _ in range(3)]
     assert first == [draw_conversation(Random(5)) for _ in range(3)]
     assert draw_conversation(Random(6)) != first[0]
+
+
+def test_chats_get_as_long_as_is_asked_for() -> None:
+    def longest(tokens: int) -> int:
+        chats = [draw_conversation(Random(seed), longest_tokens=tokens) for seed in range(60)]
+        return max(sum(len(m.content) for m in chat) for chat in chats)
+
+    assert longest(3900) < 1.2 * 3900 * CHARS_PER_TOKEN
+    assert longest(8192) > 5000 * CHARS_PER_TOKEN
 
 
 def test_chats_alternate_and_end_with_an_answer() -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tpla.convert.reference import latent
 from tpla.convert.reference.checkpoint import load_checkpoint
 from tpla.convert.reference.conversations import Message, draw_conversation, task_question
-from tpla.convert.reference.model import ModelShape
+from tpla.convert.reference.model import LARGE_SHAPE, ModelShape, ReferenceModel
 from tpla.convert.reference.questions import recall_questions, summary
 from tpla.convert.reference.score import HuggingFaceModel, encoded_chats
 from tpla.convert.reference.tokenizer import CHAT_TEMPLATE, encode_chats, render
@@ -35,6 +35,14 @@ def test_folder_is_below_16_mb_and_is_what_the_script_writes() -> None:
     assert sum(f.stat().st_size for f in FOLDER.iterdir()) < 16_000_000
     assert json.loads((FOLDER / "config.json").read_text()) == ModelShape().hf_config()
     assert (FOLDER / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+
+
+def test_the_large_shape_has_deepseeks_latent_and_100_million_parameters() -> None:
+    config = LARGE_SHAPE.hf_config()
+    assert (config["kv_lora_rank"], config["max_position_embeddings"]) == (512, 8192)
+    with torch.device("meta"):
+        model = ReferenceModel(LARGE_SHAPE)
+    assert 95e6 < sum(p.numel() for p in model.parameters()) < 105e6
 
 
 def test_tokenizer_round_trip_and_single_digits(tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import get_parallel
 
-from tpla.core.checkpoint import VALUES_TENSOR, Manifest, values_path
+from tpla.core.checkpoint import KEYS_TENSOR, VALUES_TENSOR, Manifest, values_path
 from tpla.core.errors import HookError
 from tpla.core.latent_layout import CORE_VALUE_GROUP, RankShard, ShardPlan
 from tpla.workers.sglang_plugin.output_projection import ScatteredOutput
@@ -77,11 +77,14 @@ def _head_sharding(shard: RankShard, scatter_output: bool) -> Iterator[None]:
         deepseek_v2.get_parallel, deepseek_v2.RowParallelLinear = original, projection
 
 
-def read_aligned_values(path: Path, group: int, first: int, heads: int) -> torch.Tensor:
-    """This rank's part ``[H, L, V]`` of a layer's fitted value projections, on the CPU."""
+def read_fitted(path: Path, name: str, group: int, first: int, heads: int) -> torch.Tensor:
+    """This rank's part of a layer's fitted projections, on the CPU.
+
+    Values are ``[H, L, V]``, keys ``[H, N, L]``, as SGLang has its absorbed weights.
+    """
     with safe_open(path, framework="pt") as file:
-        part_HLV: torch.Tensor = file.get_slice(VALUES_TENSOR)[group, first : first + heads]
-    return part_HLV
+        part: torch.Tensor = file.get_slice(name)[group, first : first + heads]
+    return part
 
 
 def make_shard_attention(
@@ -135,9 +138,17 @@ def make_shard_attention(
                 self.w_kc, self.w_vc, self.tpla_plan, group, logit_scale_H
             )
             if manifest.aligned:
-                path = values_path(checkpoint, self.layer_id)
-                aligned_HLV = read_aligned_values(path, group, first, self.num_local_heads)
-                self.w_vc = aligned_HLV.to(self.w_vc.device, self.w_vc.dtype).contiguous()
+                self.w_vc = self._fitted(VALUES_TENSOR, self.w_vc)
+            if manifest.keyed:
+                self.w_kc = self._fitted(KEYS_TENSOR, self.w_kc)
+
+        def _fitted(self, name: str, like: torch.Tensor) -> torch.Tensor:
+            """This rank's part of a fitted projection, in place of its own slice ``like``."""
+            path, group = values_path(checkpoint, self.layer_id), self.tpla_shard.group
+            first = self.tpla_shard.head_rank * self.num_local_heads
+            part = read_fitted(path, name, group, first, self.num_local_heads)
+            assert part.shape == like.shape
+            return part.to(like.device, like.dtype).contiguous()
 
         def forward_absorb_core(
             self, q_pe: Any, k_pe: Any, q_nope_out: Any, k_nope: Any, *rest: Any, **kwargs: Any

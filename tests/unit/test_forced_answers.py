@@ -1,0 +1,67 @@
+"""Forced answers agree with what the model says when it generates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tpla.convert.evaluate import Subject
+from tpla.convert.forced_answers import encode_exchange, exact_answers
+from tpla.convert.logit_scale import LogitScale
+from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.reference.conversations import Question
+from tpla.convert.reference.questions import recall_questions, task_questions
+from tpla.convert.reference.score import HuggingFaceModel
+from tpla.convert.rotation import Method
+from tpla.convert.sliced_attention import Mode
+from tpla.convert.text import load_tokenizer
+from tpla.core.checkpoint import REFERENCE_MODEL
+from tpla.core.latent_layout import KVFormat
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(REFERENCE_MODEL)
+
+
+@pytest.fixture(scope="module")
+def questions(tokenizer: Any) -> list[Question]:
+    """Four that the model answers, and four with another answer than the right one."""
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    right = [*recall_questions(count_tokens, 100, 2), *task_questions("addition", 2)]
+    return right + [replace(question, answer=question.answer[:-2] + "9.") for question in right]
+
+
+def test_a_forced_answer_is_exact_if_the_generated_one_is(
+    questions: list[Question], tokenizer: Any
+) -> None:
+    generated = HuggingFaceModel(REFERENCE_MODEL, torch.device("cpu")).reply(questions, 8)
+    expected = {reply.question: reply.exact for reply in generated}
+    subject = Subject(REFERENCE_MODEL)
+    exchanges = [encode_exchange(tokenizer, question) for question in questions]
+    answers = exact_answers(subject, exchanges, subject.spec(Mode.MLA, KVFormat.FP32, 0))
+    assert answers == [(expected[question], expected[question]) for question in questions]
+    assert [exact for exact, _ in answers] == [True] * 4 + [False] * 4
+
+
+def test_only_what_decode_computes_can_be_wrong(
+    questions: list[Question], tokenizer: Any, tmp_path: Path
+) -> None:
+    options = ConversionOptions(groups=8, method=Method.IDENTITY, logit_scale=LogitScale.ONE)
+    convert_checkpoint(REFERENCE_MODEL, tmp_path / "bad", options)
+    subject = Subject(tmp_path / "bad")
+    exchanges = [encode_exchange(tokenizer, question) for question in questions[:4]]
+    spec = subject.spec(Mode.GLA, KVFormat.FP8, 0)
+    answers = exact_answers(subject, exchanges, spec)
+    assert [exact for exact, _ in answers] == [True] * 4
+    assert not any(decoded for _, decoded in answers)
+    # One token after the prompt is prefill's, whatever decode does.
+    first = [replace(each, ids_T=each.ids_T[: each.prompt + 1]) for each in exchanges]
+    assert exact_answers(subject, first, spec) == [(True, True)] * 4
