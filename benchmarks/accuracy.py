@@ -15,8 +15,6 @@ prefill: recall over ``--recall-distance`` tokens, and the mean of the other tas
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 from tpla.convert.alignment import Alignment
 from tpla.convert.cli_parts import check_device, parse_core_dims
@@ -185,7 +184,7 @@ def main(
     )
     if learning_steps is not None:
         options = replace(options, learning_steps=learning_steps)
-    header, rows = describe_machine(shlex.join(["accuracy", *sys.argv[1:]])), []
+    header, rows = describe_machine(command_line("accuracy")), []
     for each in plan or PLANS:
         planned = with_plan(model, options, each)
         for method, alignment in (chosen.split(":") for chosen in variant or VARIANTS):

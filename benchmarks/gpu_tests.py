@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 
 _DECODE = "tests/gpu/test_latent_decode.py"
@@ -93,7 +94,7 @@ def main() -> int:
     parser.add_argument("--commit", help="for the header, where git cannot tell")
     parser.add_argument("options", nargs="*", help="for pytest, after --")
     arguments = parser.parse_args()
-    command = " ".join(["python -m tpla.benchmarks.gpu_tests", *sys.argv[1:]])
+    command = command_line("gpu_tests")
     header = describe_machine(command, arguments.commit)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from tpla.benchmarks.command import command_line
 from tpla.benchmarks.kernel_cases import (
     COLD_BYTES,
     KV_LORA_RANK,
@@ -328,7 +329,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     ceilings = measure_ceilings()
-    command = " ".join(["python -m tpla.benchmarks.helper_kernels", *sys.argv[1:]])
+    command = command_line("helper_kernels")
     report: dict[str, Any] = {"header": {**header(ceilings, arguments.commit), "command": command}}
     report["rows"] = rows = []
     print(ceilings, flush=True)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 
+from tpla.benchmarks.command import command_line, parse_batch
 from tpla.benchmarks.kernel_cases import DecodeBench, KernelCase, cases, cosine_difference
 from tpla.benchmarks.kernel_compile import compile_ahead
 from tpla.benchmarks.kernel_peers import peer_us
@@ -139,7 +140,7 @@ def run_case(case: KernelCase, tilings: list[DecodeTiling], ceilings: Ceilings) 
 
 def header(ceilings: Ceilings, commit: str | None) -> dict[str, Any]:
     """What the numbers belong to."""
-    command = " ".join(["python -m tpla.benchmarks.kernels", *sys.argv[1:]])
+    command = command_line("kernels")
     return {
         **describe_machine(command, commit),
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
@@ -213,8 +214,8 @@ def main() -> int:
     )
     parser.add_argument("--commit", help="for the header, where git cannot tell")
     arguments = parser.parse_args()
-    batches = [tuple(map(int, text.split("x"))) for text in arguments.batch or []] or BATCHES
-    chosen = cases(batches)  # type: ignore[arg-type]
+    batches = [parse_batch(text) for text in arguments.batch or []] or BATCHES
+    chosen = cases(batches)
     compile_ahead(chosen, arguments.peers)
     ceilings = measure_ceilings()
     report: dict[str, Any] = {"header": header(ceilings, arguments.commit), "rows": []}

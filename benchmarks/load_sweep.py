@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 
 _console = Console(highlight=False)
@@ -206,7 +207,7 @@ def main(
     load = Load(url, tokenizer, prompts, input_tokens, output_tokens, timeout, seed)
     bounds = Bounds(ttft_ms, tpot_ms)
     model = str(httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"])
-    command = " ".join(["python -m tpla.benchmarks.load_sweep", *sys.argv[1:]])
+    command = command_line("load_sweep")
     header = {**describe_machine(command), "system": system, "model": model, **asdict(bounds)}
     rows: list[Row] = []
     for rate in track(list(map(float, rates.split(","))), "rates", console=Console(stderr=True)):

@@ -24,6 +24,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from tpla.benchmarks.command import command_line, parse_batch
 from tpla.benchmarks.half_load import (
     DecodeTimes,
     LoadError,
@@ -173,13 +174,6 @@ def _times(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
             new_tokens *= 2
 
 
-def _pair(profile: str | None) -> tuple[int, int] | None:
-    if profile is None:
-        return None
-    batch, context = profile.split("x")
-    return int(batch), int(context)
-
-
 def add_ratios(rows: list[Row]) -> None:
     """Speed relative to SGLang's BF16 MLA at the same context and batch asked for."""
     base = {(r.context, r.batch_asked): r for r in rows if r.system == BASELINE}
@@ -231,9 +225,9 @@ def main(
         role, model, layers, tp, tuple(map(int, contexts.split(","))),
         (1,) if role is Role.PREFILL else tuple(map(int, batches.split(","))), new_tokens,
         repetitions, max_requests, start_timeout,
-        logs, tuple(server_flags.split()), _pair(profile),
+        logs, tuple(server_flags.split()), parse_batch(profile) if profile else None,
     )  # fmt: skip
-    command = " ".join(["python -m tpla.benchmarks.serving", *sys.argv[1:]])
+    command = command_line("serving")
     report = Report(out, describe_machine(command, commit))
     chosen = {system.name: system for system in SYSTEMS}
     for name in systems.split(","):

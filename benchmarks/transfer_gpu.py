@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ import torch
 import typer
 from rich.console import Console
 
+from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.transfer import METADATA, TIMEOUTS, RoomEnd, identity
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
@@ -236,7 +236,7 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
 
 def header(commit: str | None) -> dict[str, Any]:
     """What the numbers belong to."""
-    command = " ".join(["python -m tpla.benchmarks.transfer_gpu", *sys.argv[1:]])
+    command = command_line("transfer_gpu")
     return {
         **describe_machine(command, commit),
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),

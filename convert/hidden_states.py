@@ -23,7 +23,24 @@ MEMORY_BYTES = 4 * 2**30
 """Hidden states that stay in memory, all texts of a command together."""
 
 
-class HiddenStates(Sequence[torch.Tensor]):
+class _Sequences(Sequence[torch.Tensor]):
+    """Sequences that are read when asked for; of a slice, each when it is asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        chosen = range(len(self))[index]
+        return Chosen(self, chosen) if isinstance(chosen, range) else self._read(chosen)
+
+    def _read(self, index: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class HiddenStates(_Sequences):
     """``[T, E]`` of each sequence; an item can be replaced, and is never written into.
 
     Args:
@@ -75,15 +92,7 @@ class HiddenStates(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self._lengths)
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return Chosen(self, range(len(self))[index])
+    def _read(self, index: int) -> torch.Tensor:
         if self._file is None:
             return self._kept[index]
         length = self._lengths[index]
@@ -110,7 +119,7 @@ class HiddenStates(Sequence[torch.Tensor]):
             ) from error
 
 
-class Chosen(Sequence[torch.Tensor]):
+class Chosen(_Sequences):
     """Some of the sequences, read when asked for.
 
     Args:
@@ -124,13 +133,5 @@ class Chosen(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return Chosen(self._states, self._indices[index])
+    def _read(self, index: int) -> torch.Tensor:
         return self._states[self._indices[index]]
