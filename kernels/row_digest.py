@@ -19,7 +19,7 @@ from tpla.kernels.ref import row_digest as ref
 _BLOCK_WORDS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _digest_kernel(
     word_ptr,
     digest_ptr,
@@ -55,10 +55,21 @@ def row_digest(word_W: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the words are not contiguous int64.
     """
-    require_tensor("words", word_W, (word_W.shape[0],), (torch.int64,))
     digest_1 = torch.zeros(1, dtype=torch.int64, device=word_W.device)
+    add_row_digest(word_W, digest_1)
+    return digest_1[0]
+
+
+def add_row_digest(word_W: torch.Tensor, digest_1: torch.Tensor) -> None:
+    """Add a buffer's digest to ``digest_1``, one int64 of the same device, modulo 2**64.
+
+    Raises:
+        ValueError: the words are not contiguous int64, or ``digest_1`` is not one of them.
+    """
+    require_tensor("words", word_W, (word_W.shape[0],), (torch.int64,))
+    require_tensor("digest", digest_1, (1,), (torch.int64,))
     if len(word_W) == 0:
-        return digest_1[0]
+        return
     _digest_kernel[(triton.cdiv(len(word_W), _BLOCK_WORDS),)](
         word_W,
         digest_1,
@@ -72,4 +83,3 @@ def row_digest(word_W: torch.Tensor) -> torch.Tensor:
         BLOCK_W=_BLOCK_WORDS,
         num_warps=8,
     )
-    return digest_1[0]

@@ -18,7 +18,7 @@ from tpla.kernels.arguments import require_layout, require_tensor
 _BLOCK_WORDS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])  # else some chunks of a transfer wait for a compilation
 def _scatter_kernel(
     word_ptr,
     layer_pointer_ptr,

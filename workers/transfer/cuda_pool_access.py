@@ -9,17 +9,16 @@ Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tpla.core.latent_layout import CacheLayout
 from tpla.kernels.gather_pages import gather_pages
-from tpla.kernels.row_digest import row_digest
 from tpla.kernels.scatter_pages import scatter_pages
-from tpla.workers.transfer.pool_access import unsigned
-from tpla.workers.transfer.protocol import Pages, Rows
+from tpla.workers.transfer.cuda_staging import CudaIncoming, CudaOutgoing, Move
+from tpla.workers.transfer.protocol import IncomingStaging, OutgoingStaging, Pages, Rows
 
 
 class CudaPrefillPages:
@@ -39,36 +38,30 @@ class CudaPrefillPages:
         nbytes = len(pages) * self.page_size * layout.token_bytes
         with torch.cuda.stream(self._stream):
             staging_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._gather(pages, layout, staging_B)
+            self._mover(layout)(_upload(pages, self.device), staging_B)
             rows_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             rows_B.copy_(staging_B, non_blocking=True)
         self._stream.synchronize()
         return rows_B.numpy()
 
-    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        """Begin to write rows into a buffer of 64-bit words; what is returned waits for them."""
-        nbytes = len(pages) * self.page_size * layout.token_bytes
-        with torch.cuda.stream(self._stream):
-            wire_B[nbytes:] = 0
-            self._gather(pages, layout, wire_B[:nbytes])
-            digest = torch.empty((), dtype=torch.int64, pin_memory=True)
-            digest.copy_(row_digest(wire_B.view(torch.int64)), non_blocking=True)
-            packed = self._stream.record_event()
+    def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
+        """As the protocol's."""
+        move = self._mover(layout)
+        return CudaOutgoing(nbytes, self.page_size * layout.token_bytes, move, self._stream)
 
-        def settle() -> int:
-            packed.synchronize()
-            return unsigned(digest)
-
-        return settle
-
-    def _gather(self, pages: Pages, layout: CacheLayout, staging_B: torch.Tensor) -> None:
+    def _mover(self, layout: CacheLayout) -> Move:
+        """Gathers pages into rows of ``layout``."""
         if layout not in self._pointers:
             self._pointers[layout] = _run_pointers(self._pool.kv_buffer, layout, self._stream)
-        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
-        parts = zip(self._pointers[layout], layout.parts(tokens), strict=True)
-        for pointer_Y, (run, part) in parts:
-            rows_YTB = staging_B[part].view(run.shape(tokens))
-            gather_pages(pointer_Y, self._dtype, page_N, self.page_size, run.layout, rows_YTB)
+        pointers = self._pointers[layout]
+
+        def gather(page_N: torch.Tensor, rows_B: torch.Tensor) -> None:
+            tokens = len(page_N) * self.page_size
+            for pointer_Y, (run, part) in zip(pointers, layout.parts(tokens), strict=True):
+                rows_YTB = rows_B[part].view(run.shape(tokens))
+                gather_pages(pointer_Y, self._dtype, page_N, self.page_size, run.layout, rows_YTB)
+
+        return gather
 
 
 class CudaDecodePages:
@@ -85,17 +78,16 @@ class CudaDecodePages:
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows of host memory at ``pages``; complete on return."""
         with torch.cuda.stream(self._stream):
-            self._scatter(pages, torch.from_numpy(rows).to(self.device))
+            self._scatter(_upload(pages, self.device), torch.from_numpy(rows).to(self.device))
         self._stream.synchronize()
 
-    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
-        """Store the front of a buffer of 64-bit words at ``pages``; the digest waits for both."""
-        with torch.cuda.stream(self._stream):
-            self._scatter(pages, wire_B)
-            return unsigned(row_digest(wire_B.view(torch.int64)))
+    def staging(self, nbytes: int) -> IncomingStaging:
+        """As the protocol's."""
+        page_bytes = self.page_size * self.layout.token_bytes
+        return CudaIncoming(nbytes, page_bytes, self._scatter, self._stream)
 
-    def _scatter(self, pages: Pages, rows_B: torch.Tensor) -> None:
-        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
+    def _scatter(self, page_N: torch.Tensor, rows_B: torch.Tensor) -> None:
+        tokens = len(page_N) * self.page_size
         parts = zip(self._pointers, self.layout.parts(tokens), strict=True)
         for pointer_Y, (run, part) in parts:
             rows_YTB = rows_B[part].view(run.shape(tokens))
