@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 
 from tpla.benchmarks.kernel_timing import graph_us
 from tpla.core.latent_layout import CacheLayout
-from tpla.kernels.gather_pages import gather_pages
-from tpla.kernels.row_digest import add_row_digest
-from tpla.kernels.scatter_pages import scatter_pages
+from tpla.kernels.gather_pages import prepare_gather_pages
+from tpla.kernels.prepared_launch import PreparedLaunch
+from tpla.kernels.row_digest import prepare_row_digest
+from tpla.kernels.scatter_pages import prepare_scatter_pages
 from tpla.workers.transfer.pair_group import (
     DECODE_RANK,
     PREFILL_RANK,
@@ -44,14 +44,14 @@ def kernel_stages(pool: Any, layout: CacheLayout, pages: int) -> list[dict[str, 
     target = [torch.empty_like(rows_YTB[0]) for _ in run.layers]
     target_Y, page_N = _pointers(target), torch.randperm(pages, device=device)
     dtype, size = pool.kv_buffer[0].dtype, pool.page_size
-    launches: dict[str, Callable[[int], None]] = {
-        "gather": lambda _: gather_pages(pointer_Y, dtype, page_N, size, run.layout, rows_YTB),
-        "digest": lambda _: add_row_digest(word_W, digest_1),
-        "scatter": lambda _: scatter_pages(rows_YTB, target_Y, page_N, size, run.layout),
+    launches = {
+        "gather": prepare_gather_pages(pointer_Y, dtype, page_N, size, run.layout, rows_YTB),
+        "digest": prepare_row_digest(word_W, digest_1),
+        "scatter": prepare_scatter_pages(rows_YTB, target_Y, page_N, size, run.layout),
     }
     with torch.cuda.device(device):
         return [
-            {"stage": name, "device_us": graph_us(launch, 1), "host_us": _host_us(launch)}
+            {"stage": name, "device_us": _device_us(launch), "host_us": _host_us(launch)}
             for name, launch in launches.items()
         ]
 
@@ -89,12 +89,16 @@ def _finish(pending: list[Pending]) -> None:
         time.sleep(0)
 
 
-def _host_us(launch: Callable[[int], None]) -> float:
+def _device_us(launch: PreparedLaunch) -> float:
+    return graph_us(lambda _: launch(), 1)
+
+
+def _host_us(launch: PreparedLaunch) -> float:
     seconds = []
     for _ in range(_CALLS):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        launch(0)
+        launch()
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds) * 1e6
 

@@ -29,6 +29,13 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 PAGE, PAGES, LATENT, ROPE = 4, 9, 64, 16
 SEED, OTHER_SEED = (1 << 64) - 5, 17
+CHUNKS = (
+    (SEED, [7, 0, 3, 8, 1]),
+    (OTHER_SEED, [2]),
+    (SEED, [4, 5, 6]),
+    (OTHER_SEED, [6, 2, 0, 4, 8]),  # as many as once before: launched as prepared then
+    (SEED, [1]),
+)
 LAYOUTS = [
     CacheLayout(ModelPlan(LATENT, 2, (0, 0, 0)), 1, ROPE, KVFormat.FP8, row_align=16),
     CacheLayout(ModelPlan(LATENT, 2, (0, 32, 0)), 0, ROPE, KVFormat.BF16, row_align=16),
@@ -96,7 +103,7 @@ def test_a_chunk_packed_on_a_device_is_stored_bit_for_bit_and_verified(layout: C
     prefill, host = CudaPrefillPages(source), DecodePages(on_host(target))
     outgoing = prefill.staging(layout, most)
     incoming = CudaDecodePages(target).staging(most)
-    for seed, pages in ((SEED, [7, 0, 3, 8, 1]), (OTHER_SEED, [2]), (SEED, [4, 5, 6])):
+    for seed, pages in CHUNKS:
         wanted = np.array(pages, np.int32)
         nbytes = len(pages) * PAGE * layout.token_bytes
         wire_B = outgoing.pack(wanted, seed).cpu()
@@ -133,4 +140,4 @@ def test_rows_that_are_not_those_of_their_place_are_not_intact(fault: str) -> No
 
 def test_pages_that_are_no_whole_number_of_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="an even --page-size"):
-        CudaOutgoing(1 << 10, 12, lambda pages, rows: None, torch.cuda.Stream(DEVICE))
+        CudaOutgoing(1 << 10, 12, lambda pages, rows: (), torch.cuda.Stream(DEVICE))

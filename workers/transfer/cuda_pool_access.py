@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from tpla.core.latent_layout import CacheLayout
-from tpla.kernels.gather_pages import gather_pages
-from tpla.kernels.scatter_pages import scatter_pages
-from tpla.workers.transfer.cuda_staging import CudaIncoming, CudaOutgoing, Move
+from tpla.kernels.gather_pages import prepare_gather_pages
+from tpla.kernels.prepared_launch import PreparedLaunch
+from tpla.kernels.scatter_pages import prepare_scatter_pages
+from tpla.workers.transfer.cuda_staging import CudaIncoming, CudaOutgoing, Prepare
 from tpla.workers.transfer.protocol import IncomingStaging, OutgoingStaging, Pages, Rows
 
 
@@ -38,7 +39,8 @@ class CudaPrefillPages:
         nbytes = len(pages) * self.page_size * layout.token_bytes
         with torch.cuda.stream(self._stream):
             staging_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._mover(layout)(_upload(pages, self.device), staging_B)
+            for gather in self._preparer(layout)(_upload(pages, self.device), staging_B):
+                gather()
             rows_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             rows_B.copy_(staging_B, non_blocking=True)
         self._stream.synchronize()
@@ -46,22 +48,26 @@ class CudaPrefillPages:
 
     def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
         """As the protocol's."""
-        move = self._mover(layout)
-        return CudaOutgoing(nbytes, self.page_size * layout.token_bytes, move, self._stream)
+        page_bytes = self.page_size * layout.token_bytes
+        return CudaOutgoing(nbytes, page_bytes, self._preparer(layout), self._stream)
 
-    def _mover(self, layout: CacheLayout) -> Move:
-        """Gathers pages into rows of ``layout``."""
+    def _preparer(self, layout: CacheLayout) -> Prepare:
+        """Of launches that gather pages into rows of ``layout``."""
         if layout not in self._pointers:
             self._pointers[layout] = _run_pointers(self._pool.kv_buffer, layout, self._stream)
         pointers = self._pointers[layout]
 
-        def gather(page_N: torch.Tensor, rows_B: torch.Tensor) -> None:
-            tokens = len(page_N) * self.page_size
-            for pointer_Y, (run, part) in zip(pointers, layout.parts(tokens), strict=True):
-                rows_YTB = rows_B[part].view(run.shape(tokens))
-                gather_pages(pointer_Y, self._dtype, page_N, self.page_size, run.layout, rows_YTB)
+        def prepare(page_N: torch.Tensor, rows_B: torch.Tensor) -> list[PreparedLaunch]:
+            tokens, size = len(page_N) * self.page_size, self.page_size
+            return [
+                prepare_gather_pages(
+                    *(pointer_Y, self._dtype, page_N, size, run.layout),
+                    rows_B[part].view(run.shape(tokens)),
+                )
+                for pointer_Y, (run, part) in zip(pointers, layout.parts(tokens), strict=True)
+            ]
 
-        return gather
+        return prepare
 
 
 class CudaDecodePages:
@@ -78,20 +84,27 @@ class CudaDecodePages:
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows of host memory at ``pages``; complete on return."""
         with torch.cuda.stream(self._stream):
-            self._scatter(_upload(pages, self.device), torch.from_numpy(rows).to(self.device))
+            rows_B = torch.from_numpy(rows).to(self.device)
+            for scatter in self._prepare(_upload(pages, self.device), rows_B):
+                scatter()
         self._stream.synchronize()
 
     def staging(self, nbytes: int) -> IncomingStaging:
         """As the protocol's."""
         page_bytes = self.page_size * self.layout.token_bytes
-        return CudaIncoming(nbytes, page_bytes, self._scatter, self._stream)
+        return CudaIncoming(nbytes, page_bytes, self._prepare, self._stream)
 
-    def _scatter(self, page_N: torch.Tensor, rows_B: torch.Tensor) -> None:
+    def _prepare(self, page_N: torch.Tensor, rows_B: torch.Tensor) -> list[PreparedLaunch]:
+        """Launches that scatter rows to pages."""
         tokens = len(page_N) * self.page_size
         parts = zip(self._pointers, self.layout.parts(tokens), strict=True)
-        for pointer_Y, (run, part) in parts:
-            rows_YTB = rows_B[part].view(run.shape(tokens))
-            scatter_pages(rows_YTB, pointer_Y, page_N, self.page_size, run.layout)
+        return [
+            prepare_scatter_pages(
+                *(rows_B[part].view(run.shape(tokens)), pointer_Y, page_N),
+                *(self.page_size, run.layout),
+            )
+            for pointer_Y, (run, part) in parts
+        ]
 
 
 def _upload(pages: Pages, device: torch.device) -> torch.Tensor:

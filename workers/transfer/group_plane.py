@@ -51,8 +51,10 @@ from tpla.workers.transfer.protocol import (
 CHUNK_BYTES = 128 << 20
 """Payload of one chunk: sent in 0.4 ms between two H200s, in which the host launches the next."""
 
-FIRST_SHARE = 4
-"""A request's first chunk is so many times smaller: nothing is sent while it is packed."""
+FIRST_SHARE = 2
+"""A request's first chunk is so many times smaller: while it is packed, nothing is sent, and while
+it is sent, the next one is packed.
+"""
 
 SENDING_BUFFERS, RECEIVING_BUFFERS = 5, 4
 """Staging memory of a chunk each, per pair of ranks. From when it is free again until the other
