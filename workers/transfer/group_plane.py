@@ -255,6 +255,12 @@ class GroupInbox:
             ends = isinstance(message, Done) and not self._busy()
             return self._messages.popleft() if begins or ends else (None, b"")
 
+    def _ends(self) -> bool:
+        """Whether a room's end is all that waits for what is being stored: so may this thread."""
+        with self._condition:
+            message = self._messages[0][0] if self._messages else None
+            return isinstance(message, Done) and not self._arriving
+
     def _busy(self) -> bool:
         return bool(self._arriving or self._storing)
 
@@ -283,7 +289,7 @@ class GroupInbox:
 
     def _free_first(self) -> bool:
         """Have the first chunk that is being stored verified, if it is."""
-        if not self._storing or not self._storing[0].staging.stored():
+        if not self._storing or not (self._storing[0].staging.stored() or self._ends()):
             return False
         arrival = self._storing.popleft()
         self._handler.on_stored(self._peer, arrival.chunk, arrival.rows)
