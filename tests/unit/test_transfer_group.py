@@ -29,7 +29,7 @@ from tpla.core.config import FaultPlan
 from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_group import host_store, join_group, join_store
-from tpla.workers.transfer.staging import HostOutgoing
+from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 
 Closing = Callable[[Any], Any]
 
@@ -195,6 +195,18 @@ def test_rows_that_were_announced_and_cannot_be_read_cost_the_connection_and_no_
         assert eventually(lambda: ROOM in prefill.events.failed and ROOM in decode.events.failed)
     decode.receiver.forget(ROOM)
     assert migrate(prefill, decode, ROOM + 1)
+
+
+def test_the_end_of_a_room_is_told_as_soon_as_its_last_rows_are_stored(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostIncoming, "stored", lambda staging: False)  # seen by waiting alone
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    decode.reserve(ROOM, prefill.endpoint, TARGET[:1])
+    prefill.open(ROOM)
+    prefill.push(ROOM, SOURCE[:1])
+    assert eventually(lambda: ROOM in prefill.events.done and ROOM in decode.events.done)
+    assert decode.holds(TARGET[:1], prefill.rows(SOURCE[:1], CACHE.layout))
 
 
 def test_a_pair_whose_group_never_met_greets_anew(
