@@ -7,6 +7,8 @@ with DeepSeek-V3's 61 layers. A figure is the time from the push of a request's 
 acknowledgement: gather from the prefill pool, slicing, quantisation, digest, transfer, digest,
 scatter into the decode pool and the messages around them; the median of the repetitions.
 
+Rows of ``transfer_stages`` say what each stage of one chunk of the first system costs by itself.
+
 The peer copy moves as many bytes in one ``tensor.copy_`` from GPU to GPU (``cudaMemcpyPeer``) and
 does nothing else.
 """
@@ -31,9 +33,11 @@ from rich.console import Console
 from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.transfer import METADATA, TIMEOUTS, RoomEnd, identity
+from tpla.benchmarks.transfer_stages import kernel_stages, wire_stage
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer.group_plane import CHUNK_BYTES, GroupReceivingPlane, GroupSendingPlane
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
+from tpla.workers.transfer.pair_group import DECODE_RANK, PREFILL_RANK
 from tpla.workers.transfer.pool_access import decode_pages, prefill_pages
 from tpla.workers.transfer.protocol import (
     Link,
@@ -234,6 +238,30 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_stages(setup: Setup) -> list[dict[str, Any]]:
+    """A row for each stage of one whole chunk of the first system."""
+    system, pool = SYSTEMS[0], _prefill_pool(setup)
+    layout = system.layout(setup.layers)
+    pages = CHUNK_BYTES // (PAGE_SIZE * layout.token_bytes)
+    nbytes = pages * PAGE_SIZE * layout.token_bytes
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_wire_process, args=(theirs, setup, nbytes)
+    )
+    process.start()
+    source = torch.device(setup.source)
+    stages = kernel_stages(pool, layout, pages)
+    stages += [wire_stage(pipe, setup.backend, PREFILL_RANK, source, nbytes), pipe.recv()]
+    process.join(30)
+    common = {"benchmark": "transfer_stages", "model": MODEL, "system": system.name}
+    return [{**common, "bytes": nbytes, **stage} for stage in stages]
+
+
+def _wire_process(pipe: Connection, setup: Setup, nbytes: int) -> None:
+    target = torch.device(setup.target)
+    pipe.send(wire_stage(pipe, setup.backend, DECODE_RANK, target, nbytes))
+
+
 def header(commit: str | None) -> dict[str, Any]:
     """What the numbers belong to."""
     command = command_line("transfer_gpu")
@@ -252,8 +280,14 @@ def main(
     commit: Annotated[str | None, typer.Option(help="of a copy without git")] = None,
 ) -> None:
     """Measure, print lines, write JSON."""
-    rows = measure(Setup(repetitions=repetitions))
+    setup = Setup(repetitions=repetitions)
+    rows, stages = measure(setup), measure_stages(setup)
     console = Console()
+    for row in stages:
+        console.print(
+            f"{row['stage']:8} of {row['bytes'] / 1e6:.1f} MB "
+            f"{row['device_us']:7.1f} us on the device, {row['host_us']:6.1f} us of the host"
+        )
     for row in rows:
         console.print(
             f"{row['system']:5} g={row['groups']} {row['kv_format']:5} {row['context']:6} tokens "
@@ -262,7 +296,9 @@ def main(
             soft_wrap=True,
         )
     if json_path is not None:
-        json_path.write_text(json.dumps({"header": header(commit), "rows": rows}, indent=1) + "\n")
+        json_path.write_text(
+            json.dumps({"header": header(commit), "rows": rows + stages}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ One connection a pair of ranks carries both directions::
 
 A Chunk's rows lie as decode's own :class:`~tpla.core.latent_layout.CacheLayout` says; with transfer
 ``zmq`` they are its payload, with ``nccl`` they go from GPU to GPU. The payload of Done is SGLang's
-metadata of the first token. Digests are xxh3-64 of header and payload, or of header and a digest
-that the device made of the rows.
+metadata of the first token. Digests are xxh3-64 of header and payload; rows that go from GPU to GPU
+end with one that the device made of them, beginning with that of the header.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Reserve(_Message, frozen=True):
 class Chunk(_Message, frozen=True):
     """Rows of pages ``[page_start, page_start + pages)`` of the room follow.
 
-    With transfer ``zmq`` they are the payload, with ``nccl`` what is received next.
+    With transfer ``zmq`` they are the payload, with ``nccl`` what is received next. ``digest``
+    covers the chunk's place and every byte of a payload; rows of ``nccl`` end with their own.
     """
 
     room: int

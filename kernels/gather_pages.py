@@ -16,6 +16,7 @@ import triton.language as tl
 from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.arguments import require_layout, require_tensor
 from tpla.kernels.latent_rows import part_columns, row_views, slice_start, store_rows
+from tpla.kernels.prepared_launch import PreparedLaunch
 
 _SOURCES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _BLOCK_TOKENS = 16
@@ -90,6 +91,18 @@ def gather_pages(
         ConfigError: the row format or RoPE width is not one that the kernel writes.
         ValueError: a tensor does not fit the others, or ``dtype`` is not one it reads.
     """
+    prepare_gather_pages(layer_pointer_Y, dtype, pages_N, page_size, layout, staging_YTB)()
+
+
+def prepare_gather_pages(
+    layer_pointer_Y: torch.Tensor,
+    dtype: torch.dtype,
+    pages_N: torch.Tensor,
+    page_size: int,
+    layout: LatentLayout,
+    staging_YTB: torch.Tensor,
+) -> PreparedLaunch:
+    """:func:`gather_pages` of whatever the tensors hold when it is launched."""
     plan, rope = layout.plan, layout.qk_rope_head_dim
     layers, tokens = layer_pointer_Y.shape[0], pages_N.shape[0] * page_size
     require_layout(layout, "gather_pages")
@@ -98,7 +111,9 @@ def gather_pages(
     require_tensor("layer_pointer", layer_pointer_Y, (layers,), (torch.int64,))
     require_tensor("pages", pages_N, (pages_N.shape[0],), (torch.int32, torch.int64))
     require_tensor("staging", staging_YTB, (layers, tokens, layout.row_bytes), (torch.uint8,))
-    _gather_kernel[(triton.cdiv(tokens, _BLOCK_TOKENS), layers)](
+    return PreparedLaunch(
+        _gather_kernel,
+        (triton.cdiv(tokens, _BLOCK_TOKENS), layers),
         layer_pointer_Y,
         pages_N,
         *row_views(staging_YTB, layout),

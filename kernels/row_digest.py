@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 
 from tpla.kernels.arguments import require_tensor
+from tpla.kernels.prepared_launch import PreparedLaunch
 from tpla.kernels.ref import row_digest as ref
 
 _BLOCK_WORDS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _digest_kernel(
     word_ptr,
     digest_ptr,
@@ -55,11 +56,27 @@ def row_digest(word_W: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the words are not contiguous int64.
     """
-    require_tensor("words", word_W, (word_W.shape[0],), (torch.int64,))
     digest_1 = torch.zeros(1, dtype=torch.int64, device=word_W.device)
-    if len(word_W) == 0:
-        return digest_1[0]
-    _digest_kernel[(triton.cdiv(len(word_W), _BLOCK_WORDS),)](
+    if len(word_W):
+        prepare_row_digest(word_W, digest_1)()
+    return digest_1[0]
+
+
+def prepare_row_digest(word_W: torch.Tensor, digest_1: torch.Tensor) -> PreparedLaunch:
+    """A launch that adds a buffer's digest to ``digest_1``, modulo 2**64.
+
+    Args:
+        word_W: int64 view of the bytes, one word at least.
+        digest_1: one int64 of the same device.
+
+    Raises:
+        ValueError: the words are not contiguous int64, or ``digest_1`` is not one of them.
+    """
+    require_tensor("words", word_W, (word_W.shape[0],), (torch.int64,))
+    require_tensor("digest", digest_1, (1,), (torch.int64,))
+    return PreparedLaunch(
+        _digest_kernel,
+        (triton.cdiv(len(word_W), _BLOCK_WORDS),),
         word_W,
         digest_1,
         len(word_W),
@@ -72,4 +89,3 @@ def row_digest(word_W: torch.Tensor) -> torch.Tensor:
         BLOCK_W=_BLOCK_WORDS,
         num_warps=8,
     )
-    return digest_1[0]

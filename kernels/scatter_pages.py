@@ -14,11 +14,12 @@ import triton.language as tl
 
 from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.arguments import require_layout, require_tensor
+from tpla.kernels.prepared_launch import PreparedLaunch
 
 _BLOCK_WORDS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])  # else some chunks of a transfer wait for a compilation
 def _scatter_kernel(
     word_ptr,
     layer_pointer_ptr,
@@ -62,6 +63,17 @@ def scatter_pages(
         ConfigError: the row format or RoPE width is not one that the kernels read.
         ValueError: a tensor does not fit the others.
     """
+    prepare_scatter_pages(staging_YTB, layer_pointer_Y, pages_N, page_size, layout)()
+
+
+def prepare_scatter_pages(
+    staging_YTB: torch.Tensor,
+    layer_pointer_Y: torch.Tensor,
+    pages_N: torch.Tensor,
+    page_size: int,
+    layout: LatentLayout,
+) -> PreparedLaunch:
+    """:func:`scatter_pages` of whatever the tensors hold when it is launched."""
     layers, pages = layer_pointer_Y.shape[0], pages_N.shape[0]
     require_layout(layout, "scatter_pages")
     require_tensor("layer_pointer", layer_pointer_Y, (layers,), (torch.int64,))
@@ -71,7 +83,9 @@ def scatter_pages(
     page_words = page_size * layout.row_bytes // 4
     block_w = min(triton.next_power_of_2(page_words), _BLOCK_WORDS)
     block_n = _BLOCK_WORDS // block_w
-    _scatter_kernel[(triton.cdiv(pages, block_n), triton.cdiv(page_words, block_w), layers)](
+    return PreparedLaunch(
+        _scatter_kernel,
+        (triton.cdiv(pages, block_n), triton.cdiv(page_words, block_w), layers),
         staging_YTB.view(torch.int32),
         layer_pointer_Y,
         pages_N,

@@ -16,6 +16,7 @@ FILES = [
     "test_helpers.py",
     "test_row_digest.py",
     "test_decode_backend.py",
+    "test_cuda_staging.py",
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.kernels.decode_cases import DEVICE
 from tpla.kernels.ref.row_digest import row_digest as reference
-from tpla.kernels.row_digest import row_digest
+from tpla.kernels.row_digest import prepare_row_digest, row_digest
 
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_interpreter.py", allow_module_level=True)
@@ -59,6 +59,17 @@ def test_any_flipped_bit_and_any_exchange_of_words_shows() -> None:
     changed_W = word_W.clone()
     changed_W[[3, 200]] ^= -(1 << 63)
     assert int(row_digest(changed_W)) != intact
+
+
+def test_a_prepared_launch_adds_the_digest_of_what_the_words_are_then() -> None:
+    word_W, digest_1 = words(300).to(DEVICE), torch.full((1,), 5, device=DEVICE)
+    launch, expected = prepare_row_digest(word_W, digest_1), 5
+    for seed in (1, 2, 3):
+        changed_W = words(300, seed)
+        word_W.copy_(changed_W)
+        launch()
+        expected += int(reference(changed_W))
+    assert int(digest_1) & MASK == expected & MASK
 
 
 def test_other_than_contiguous_words_are_refused() -> None:

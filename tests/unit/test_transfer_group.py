@@ -29,6 +29,7 @@ from tpla.core.config import FaultPlan
 from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_group import host_store, join_group, join_store
+from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 
 Closing = Callable[[Any], Any]
 
@@ -177,6 +178,35 @@ def test_a_rank_that_answers_but_takes_no_rows_is_given_up_in_time_and_served_an
         assert eventually(lambda: ROOM in decode.events.failed)
     decode.receiver.forget(ROOM)
     assert migrate(prefill, decode, ROOM + 1)
+
+
+def test_rows_that_were_announced_and_cannot_be_read_cost_the_connection_and_no_other_room(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("a device that broke")
+
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    with monkeypatch.context() as patch:
+        patch.setattr(HostOutgoing, "pack", fails)
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        prefill.open(ROOM)
+        prefill.push(ROOM, SOURCE)
+        assert eventually(lambda: ROOM in prefill.events.failed and ROOM in decode.events.failed)
+    decode.receiver.forget(ROOM)
+    assert migrate(prefill, decode, ROOM + 1)
+
+
+def test_the_end_of_a_room_is_told_as_soon_as_its_last_rows_are_stored(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostIncoming, "stored", lambda staging: False)  # seen by waiting alone
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    decode.reserve(ROOM, prefill.endpoint, TARGET[:1])
+    prefill.open(ROOM)
+    prefill.push(ROOM, SOURCE[:1])
+    assert eventually(lambda: ROOM in prefill.events.done and ROOM in decode.events.done)
+    assert decode.holds(TARGET[:1], prefill.rows(SOURCE[:1], CACHE.layout))
 
 
 def test_a_pair_whose_group_never_met_greets_anew(

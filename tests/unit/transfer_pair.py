@@ -13,15 +13,15 @@ import torch
 from tpla.core.config import FaultPlan, TransferTimeouts
 from tpla.core.errors import TransferError
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
-from tpla.kernels.ref.row_digest import row_digest
 from tpla.workers.transfer.fake_link import FakeLink
 from tpla.workers.transfer.faults import FaultySendingPlane
 from tpla.workers.transfer.group_plane import GroupReceivingPlane, GroupSendingPlane
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
-from tpla.workers.transfer.pool_access import unsigned
 from tpla.workers.transfer.protocol import (
     Identity,
+    IncomingStaging,
     Link,
+    OutgoingStaging,
     Pages,
     ReceivingPlane,
     Reservation,
@@ -30,6 +30,7 @@ from tpla.workers.transfer.protocol import (
 )
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
+from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 LAYERS, PAGE_SIZE, METADATA = 3, 4, b"first token!"
@@ -58,31 +59,32 @@ class Events:
         self.failed[room] = error
 
 
-class Pool:
+class SourcePool:
     """Pages whose rows depend on page, layer and layout, so that a misplaced byte shows."""
 
     num_layers, page_size, device = LAYERS, PAGE_SIZE, torch.device("cpu")
-
-    def __init__(self, layout: CacheLayout | None = None) -> None:
-        if layout is not None:
-            self.layout = layout
-        self.written: dict[int, list[np.ndarray]] = {}
-        self.lock = threading.Lock()
 
     def read(self, pages: Pages, layout: CacheLayout) -> Rows:
         by_page = [expected_rows(int(page), layout) for page in pages]
         runs = zip(*by_page, strict=True)
         return np.concatenate([np.concatenate(rows, axis=1).reshape(-1) for rows in runs])
 
-    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        rows_B = torch.from_numpy(self.read(pages, layout))
-        wire_B.zero_()[: len(rows_B)] = rows_B
-        digest = unsigned(row_digest(wire_B.view(torch.int64)))
-        return lambda: digest
+    def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
+        return HostOutgoing(nbytes, lambda pages: self.read(pages, layout))
 
-    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
-        self.write(pages, wire_B.numpy())
-        return unsigned(row_digest(wire_B.view(torch.int64)))
+
+class Pool:
+    """Remembers what is written to each page."""
+
+    page_size, device = PAGE_SIZE, torch.device("cpu")
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self.written: dict[int, list[np.ndarray]] = {}
+        self.lock = threading.Lock()
+
+    def staging(self, nbytes: int) -> IncomingStaging:
+        return HostIncoming(nbytes, self.write)
 
     def write(self, pages: Pages, rows: Rows) -> None:
         tokens = len(pages) * PAGE_SIZE
@@ -147,9 +149,9 @@ class Pair:
             server, self.endpoint = zmq_server, f"tcp://127.0.0.1:{zmq_server.port}"
             clients = [ZmqClientLink(f"decode{rank}") for rank in range(groups)]
         self.events = Events()
-        plane: SendingPlane = MessageSendingPlane(server, Pool())
+        plane: SendingPlane = MessageSendingPlane(server, SourcePool())
         if kind == "gloo":
-            plane = GroupSendingPlane(server, Pool(), kind, timeouts)
+            plane = GroupSendingPlane(server, SourcePool(), kind, timeouts)
         if fault is not None:
             plane = FaultySendingPlane(plane, fault)
         self.sender = PrefillSender(server, plane, identity("p"), timeouts, self.events)

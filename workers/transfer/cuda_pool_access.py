@@ -9,17 +9,17 @@ Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tpla.core.latent_layout import CacheLayout
-from tpla.kernels.gather_pages import gather_pages
-from tpla.kernels.row_digest import row_digest
-from tpla.kernels.scatter_pages import scatter_pages
-from tpla.workers.transfer.pool_access import unsigned
-from tpla.workers.transfer.protocol import Pages, Rows
+from tpla.kernels.gather_pages import prepare_gather_pages
+from tpla.kernels.prepared_launch import PreparedLaunch
+from tpla.kernels.scatter_pages import prepare_scatter_pages
+from tpla.workers.transfer.cuda_staging import CudaIncoming, CudaOutgoing, Prepare
+from tpla.workers.transfer.protocol import IncomingStaging, OutgoingStaging, Pages, Rows
 
 
 class CudaPrefillPages:
@@ -39,36 +39,35 @@ class CudaPrefillPages:
         nbytes = len(pages) * self.page_size * layout.token_bytes
         with torch.cuda.stream(self._stream):
             staging_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._gather(pages, layout, staging_B)
+            for gather in self._preparer(layout)(_upload(pages, self.device), staging_B):
+                gather()
             rows_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             rows_B.copy_(staging_B, non_blocking=True)
         self._stream.synchronize()
         return rows_B.numpy()
 
-    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        """Begin to write rows into a buffer of 64-bit words; what is returned waits for them."""
-        nbytes = len(pages) * self.page_size * layout.token_bytes
-        with torch.cuda.stream(self._stream):
-            wire_B[nbytes:] = 0
-            self._gather(pages, layout, wire_B[:nbytes])
-            digest = torch.empty((), dtype=torch.int64, pin_memory=True)
-            digest.copy_(row_digest(wire_B.view(torch.int64)), non_blocking=True)
-            packed = self._stream.record_event()
+    def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
+        """As the protocol's."""
+        page_bytes = self.page_size * layout.token_bytes
+        return CudaOutgoing(nbytes, page_bytes, self._preparer(layout), self._stream)
 
-        def settle() -> int:
-            packed.synchronize()
-            return unsigned(digest)
-
-        return settle
-
-    def _gather(self, pages: Pages, layout: CacheLayout, staging_B: torch.Tensor) -> None:
+    def _preparer(self, layout: CacheLayout) -> Prepare:
+        """Of launches that gather pages into rows of ``layout``."""
         if layout not in self._pointers:
             self._pointers[layout] = _run_pointers(self._pool.kv_buffer, layout, self._stream)
-        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
-        parts = zip(self._pointers[layout], layout.parts(tokens), strict=True)
-        for pointer_Y, (run, part) in parts:
-            rows_YTB = staging_B[part].view(run.shape(tokens))
-            gather_pages(pointer_Y, self._dtype, page_N, self.page_size, run.layout, rows_YTB)
+        pointers = self._pointers[layout]
+
+        def prepare(page_N: torch.Tensor, rows_B: torch.Tensor) -> list[PreparedLaunch]:
+            tokens, size = len(page_N) * self.page_size, self.page_size
+            return [
+                prepare_gather_pages(
+                    *(pointer_Y, self._dtype, page_N, size, run.layout),
+                    rows_B[part].view(run.shape(tokens)),
+                )
+                for pointer_Y, (run, part) in zip(pointers, layout.parts(tokens), strict=True)
+            ]
+
+        return prepare
 
 
 class CudaDecodePages:
@@ -85,21 +84,27 @@ class CudaDecodePages:
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows of host memory at ``pages``; complete on return."""
         with torch.cuda.stream(self._stream):
-            self._scatter(pages, torch.from_numpy(rows).to(self.device))
+            rows_B = torch.from_numpy(rows).to(self.device)
+            for scatter in self._prepare(_upload(pages, self.device), rows_B):
+                scatter()
         self._stream.synchronize()
 
-    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
-        """Store the front of a buffer of 64-bit words at ``pages``; the digest waits for both."""
-        with torch.cuda.stream(self._stream):
-            self._scatter(pages, wire_B)
-            return unsigned(row_digest(wire_B.view(torch.int64)))
+    def staging(self, nbytes: int) -> IncomingStaging:
+        """As the protocol's."""
+        page_bytes = self.page_size * self.layout.token_bytes
+        return CudaIncoming(nbytes, page_bytes, self._prepare, self._stream)
 
-    def _scatter(self, pages: Pages, rows_B: torch.Tensor) -> None:
-        page_N, tokens = _upload(pages, self.device), len(pages) * self.page_size
+    def _prepare(self, page_N: torch.Tensor, rows_B: torch.Tensor) -> list[PreparedLaunch]:
+        """Launches that scatter rows to pages."""
+        tokens = len(page_N) * self.page_size
         parts = zip(self._pointers, self.layout.parts(tokens), strict=True)
-        for pointer_Y, (run, part) in parts:
-            rows_YTB = rows_B[part].view(run.shape(tokens))
-            scatter_pages(rows_YTB, pointer_Y, page_N, self.page_size, run.layout)
+        return [
+            prepare_scatter_pages(
+                *(rows_B[part].view(run.shape(tokens)), pointer_Y, page_N),
+                *(self.page_size, run.layout),
+            )
+            for pointer_Y, (run, part) in parts
+        ]
 
 
 def _upload(pages: Pages, device: torch.device) -> torch.Tensor:

@@ -20,9 +20,9 @@ def chunk_digest(place: Place, payload: memoryview) -> int:
     return digest.intdigest()
 
 
-def staged_digest(place: Place, row_digest: int) -> int:
-    """Digest of a chunk in a staging buffer, of which the device made ``row_digest``."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<QQQQQ", *place, row_digest))
+def place_digest(place: Place) -> int:
+    """Digest of a chunk's place alone, with which that of its rows begins on a device."""
+    return chunk_digest(place, memoryview(b""))
 
 
 def room_digest(room: int, chunk_digests: Sequence[int], metadata: bytes | memoryview) -> int:

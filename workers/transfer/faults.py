@@ -9,8 +9,8 @@ import time
 
 from tpla.core.config import FaultPlan
 from tpla.core.latent_layout import CacheLayout
-from tpla.core.messages import Chunk
-from tpla.workers.transfer.protocol import Outbox, OutgoingRows, Pages, SendingPlane
+from tpla.workers.transfer.digest import Place, place_digest
+from tpla.workers.transfer.protocol import Outbox, Pages, SendingPlane
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +55,19 @@ class FaultyOutbox:
         """As the outbox's."""
         self._outbox.connect()
 
-    def read(self, pages: Pages) -> OutgoingRows:
-        """As the outbox's."""
-        return self._outbox.read(pages)
-
-    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
+    def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the outbox's, with the fault applied to chunks that the plan names."""
         plan = self._plane.plan
-        if self._plane.hits():
-            logger.warning("fault injection: %s on %s", plan.kind, chunk)
-            if plan.kind == "drop":
-                return
-            if plan.kind == "exit":
-                os._exit(70)
-            if plan.kind == "flip":
-                rows.damage()
-            if plan.kind == "delay":
-                time.sleep(plan.delay_seconds)
-        self._outbox.send(chunk, rows)
+        if not self._plane.hits():
+            return self._outbox.send(place, pages, damaged)
+        logger.warning("fault injection: %s on chunk %s", plan.kind, place)
+        if plan.kind == "exit":
+            os._exit(70)
+        if plan.kind == "drop":
+            return place_digest(place)
+        if plan.kind == "delay":
+            time.sleep(plan.delay_seconds)
+        return self._outbox.send(place, pages, damaged or plan.kind == "flip")
 
     def cancel(self) -> None:
         """As the outbox's."""

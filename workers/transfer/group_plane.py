@@ -3,12 +3,14 @@
 ::
 
     prefill: pack a chunk into one buffer     while others wait and one is sent
-    decode:  receive a chunk into one buffer  while another is stored and verified
+    decode:  receive a chunk into one buffer  while others are stored and verified
 
 Messages go over the link as ever: a Chunk announces what is sent next, and decode begins to
-receive when it comes, so that both sides see the chunks in the order of the messages. NCCL tells
-nobody that the peer is gone; the link does, or a time-out, and whoever owns the group aborts it.
-The next Hello makes a new group.
+receive when it comes, so that both sides see the chunks in the order of the messages. The prefill
+rank's host never waits for its device, whose own order brings packing before sending; decode's
+waits between receiving and storing, since what is enqueued on a device cannot be taken back when
+the room is given up. NCCL tells nobody that the peer is gone; the link does, or a time-out, and
+whoever owns the group aborts it. The next Hello makes a new group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -26,7 +27,8 @@ from tpla.core.config import TransferTimeouts
 from tpla.core.errors import TransferAborted, TransferError, TransferTimeout
 from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk, Done
-from tpla.workers.transfer.chunk_rows import ReceivedRows, StagedRows, wire_bytes
+from tpla.workers.transfer.chunk_rows import StagedRows
+from tpla.workers.transfer.digest import Place, place_digest
 from tpla.workers.transfer.pair_group import (
     DECODE_RANK,
     PREFILL_RANK,
@@ -38,22 +40,25 @@ from tpla.workers.transfer.pair_group import (
 )
 from tpla.workers.transfer.protocol import (
     InboxHandler,
+    IncomingStaging,
     Link,
-    OutgoingRows,
+    OutgoingStaging,
     Pages,
     PageSink,
     PageSource,
 )
 
 CHUNK_BYTES = 128 << 20
-"""Payload of one chunk: sent in 0.4 ms between two H200s, for which the host needs 0.5 ms."""
+"""Payload of one chunk: sent in 0.4 ms between two H200s, in which the host launches the next."""
 
-FIRST_SHARE = 8
-"""A request's first chunk is so many times smaller: nothing is sent while it is packed."""
+FIRST_SHARE = 2
+"""A request's first chunk is so many times smaller: while it is packed, nothing is sent, and while
+it is sent, the next one is packed.
+"""
 
 SENDING_BUFFERS, RECEIVING_BUFFERS = 5, 4
-"""Staging buffers of a chunk each, per pair of ranks. From a buffer that is free again until the
-other rank has begun to receive from it take messages and launches as long as two chunks or three.
+"""Staging memory of a chunk each, per pair of ranks. From when it is free again until the other
+rank has begun to receive from it take messages and launches as long as two chunks or three.
 """
 
 _POLL_SECONDS = 20e-6
@@ -101,7 +106,7 @@ class GroupOutbox:
         self._cancelled = threading.Event()
         self._group: PairGroup | None = None
         self._page_bytes = source.page_size * layout.token_bytes
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_SendingBuffer] = []
         self._next = 0
 
     def connect(self) -> None:
@@ -109,27 +114,29 @@ class GroupOutbox:
         device, patience = self._source.device, self._timeouts.handshake
         self._group = join_group(self._backend, self._store, PREFILL_RANK, device, patience)
         size = max(self.chunk_bytes, self._page_bytes)
-        self._buffers = [_Buffer(size, device) for _ in range(SENDING_BUFFERS)]
+        self._buffers = [
+            _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
+        ]
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         _wait(self._group.send(greeting), patience, self._cancelled, f"{self._peer} to join")
 
-    def read(self, pages: Pages) -> _BufferedRows:
-        """As the protocol's; waits until the buffer's last chunk is sent."""
-        buffer = self._buffers[self._next]
+    def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
+        """As the protocol's; waits until the chunk before in the same buffer is sent."""
+        assert self._group is not None
+        buffer, seed = self._buffers[self._next], place_digest(place)
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.pending is not None:
             _wait(buffer.pending, self._timeouts.push, self._cancelled, f"{self._peer} to receive")
             buffer.pending = None
-        nbytes = len(pages) * self._page_bytes
-        wire_B = buffer.front(nbytes)
-        settle = self._source.pack(pages, self._layout, wire_B)
-        return _BufferedRows(buffer, wire_B, nbytes, settle)
-
-    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
-        """As the protocol's."""
-        assert self._group is not None and isinstance(rows, _BufferedRows)
-        self._link.send(self._peer, chunk)
-        rows.buffer.pending = self._group.send(rows.wire_B)
+        self._link.send(self._peer, Chunk(*place, seed))
+        try:
+            wire_B = buffer.staging.pack(pages, seed)
+            if damaged:
+                buffer.staging.damage()
+            buffer.pending = self._group.send(wire_B, buffer.staging.ready)
+        except Exception as error:  # decode waits for these rows and would take the next for them
+            raise TransferError(f"chunk {place} was announced and not sent: {error!r}") from error
+        return seed
 
     def cancel(self) -> None:
         """As the protocol's."""
@@ -139,6 +146,9 @@ class GroupOutbox:
         """As the protocol's."""
         if self._group is not None:
             self._group.abort()
+        for buffer in self._buffers:
+            if buffer.staging.ready is not None:
+                buffer.staging.ready.synchronize()  # a device may write to what is freed here
         self._buffers.clear()
 
 
@@ -176,8 +186,9 @@ class GroupInbox:
         self._group: PairGroup | None = None
         self._page_bytes = sink.page_size * sink.layout.token_bytes
         self._messages: deque[tuple[Chunk | Done, bytes]] = deque()
-        self._arrivals: deque[_Arrival] = deque()
-        self._free: deque[_Buffer] = deque()
+        self._arriving: deque[_Arrival] = deque()
+        self._storing: deque[_Arrival] = deque()
+        self._free: deque[IncomingStaging] = deque()
         self._condition = threading.Condition()
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tpla-pull-{peer}", daemon=True)
@@ -217,79 +228,88 @@ class GroupInbox:
         host = urlsplit(self._peer).hostname or ""
         store = join_store(host, self._port, patience)
         self._group = join_group(self._backend, store, DECODE_RANK, device, patience)
-        self._free.extend(
-            _Buffer(max(CHUNK_BYTES, self._page_bytes), device) for _ in range(RECEIVING_BUFFERS)
-        )
+        size = max(CHUNK_BYTES, self._page_bytes)
+        self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         _wait(self._group.recv(greeting), patience, self._cancelled, f"{self._peer} to join")
 
     def _turn(self) -> None:
-        """Begin to receive what was announced, or deliver what is first."""
-        with self._condition:
-            if not self._arrivals:
-                self._condition.wait_for(lambda: self._messages or self._cancelled.is_set())
-            message, payload = self._messages[0] if self._messages else (None, b"")
-            begins = isinstance(message, Chunk) and bool(self._free)
-            ends = isinstance(message, Done) and not self._arrivals
-            if begins or ends:
-                self._messages.popleft()
-        if isinstance(message, Chunk) and begins:
+        """Go on with whatever can go on, else wait for a moment or a message."""
+        message, payload = self._take()
+        if isinstance(message, Chunk):
             self._begin(message)
-        elif isinstance(message, Done) and ends:
+        elif isinstance(message, Done):
             self._handler.on_done(self._peer, message, memoryview(payload))
-        elif self._arrivals:
-            self._deliver_first()
+        elif not self._store_first() and not self._free_first():
+            with self._condition:
+                if self._busy():
+                    self._condition.wait(_POLL_SECONDS)
+                elif not self._messages and not self._cancelled.is_set():
+                    self._condition.wait()
+
+    def _take(self) -> tuple[Chunk | Done | None, bytes]:
+        """The next message, if its time has come."""
+        with self._condition:
+            message = self._messages[0][0] if self._messages else None
+            begins = isinstance(message, Chunk) and bool(self._free)
+            ends = isinstance(message, Done) and not self._busy()
+            return self._messages.popleft() if begins or ends else (None, b"")
+
+    def _ends(self) -> bool:
+        """Whether a room's end is all that waits for what is being stored: so may this thread."""
+        with self._condition:
+            message = self._messages[0][0] if self._messages else None
+            return isinstance(message, Done) and not self._arriving
+
+    def _busy(self) -> bool:
+        return bool(self._arriving or self._storing)
 
     def _begin(self, chunk: Chunk) -> None:
         assert self._group is not None
-        nbytes, buffer = chunk.pages * self._page_bytes, self._free.popleft()
-        if wire_bytes(nbytes) > buffer.size:
-            raise TransferError(f"a chunk of {nbytes} bytes exceeds its buffer of {buffer.size}")
-        pending = self._group.recv(buffer.front(nbytes))
+        nbytes, staging = chunk.pages * self._page_bytes, self._free.popleft()
+        if nbytes > max(CHUNK_BYTES, self._page_bytes):
+            raise TransferError(f"a chunk of {nbytes} bytes exceeds its memory of {CHUNK_BYTES}")
+        pending = self._group.recv(staging.wire(nbytes))
         deadline = time.monotonic() + self._timeouts.push
-        self._arrivals.append(_Arrival(chunk, nbytes, buffer, pending, deadline))
+        rows = StagedRows(staging, nbytes)
+        self._arriving.append(_Arrival(chunk, rows, staging, pending, deadline))
 
-    def _deliver_first(self) -> None:
-        arrival = self._arrivals[0]
+    def _store_first(self) -> bool:
+        """Begin to store the first chunk that is on its way, if it is here."""
+        if not self._arriving:
+            return False
+        arrival = self._arriving[0]
         if not arrival.pending.done():
             if time.monotonic() > arrival.deadline:
                 raise TransferTimeout(_waited(self._timeouts.push, f"{self._peer} to send"))
-            time.sleep(_POLL_SECONDS)
-            return
-        self._arrivals.popleft()
-        wire_B = arrival.buffer.front(arrival.nbytes)
-        self._handler.on_rows(self._peer, arrival.chunk, ReceivedRows(wire_B, arrival.nbytes))
-        self._free.append(arrival.buffer)
+            return False
+        self._handler.on_rows(self._peer, arrival.chunk, arrival.rows)
+        self._storing.append(self._arriving.popleft())
+        return True
+
+    def _free_first(self) -> bool:
+        """Have the first chunk that is being stored verified, if it is."""
+        if not self._storing or not (self._storing[0].staging.stored() or self._ends()):
+            return False
+        arrival = self._storing.popleft()
+        self._handler.on_stored(self._peer, arrival.chunk, arrival.rows)
+        self._free.append(arrival.staging)
+        return True
 
 
-class _Buffer:
-    """Staging memory of one chunk; on prefill also the send that was begun with it last."""
+@dataclass
+class _SendingBuffer:
+    """Staging memory, and the send that was begun from it last."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.size = wire_bytes(nbytes)
-        self._bytes_B = torch.empty(self.size, dtype=torch.uint8, device=device)
-        self.pending: Pending | None = None
-
-    def front(self, nbytes: int) -> torch.Tensor:
-        """The part that ``nbytes`` of rows take on the wire."""
-        return self._bytes_B[: wire_bytes(nbytes)]
-
-
-class _BufferedRows(StagedRows):
-    """Rows that know their buffer, which is free again when they are sent."""
-
-    def __init__(
-        self, buffer: _Buffer, wire_B: torch.Tensor, nbytes: int, settle: Callable[[], int]
-    ) -> None:
-        super().__init__(wire_B, nbytes, settle)
-        self.buffer = buffer
+    staging: OutgoingStaging
+    pending: Pending | None = None
 
 
 @dataclass(frozen=True)
 class _Arrival:
     chunk: Chunk
-    nbytes: int
-    buffer: _Buffer
+    rows: StagedRows
+    staging: IncomingStaging
     pending: Pending
     deadline: float
 

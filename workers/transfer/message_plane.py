@@ -6,14 +6,15 @@ from tpla.core.config import Transfer
 from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Chunk, Done
 from tpla.workers.transfer.chunk_rows import HostRows
+from tpla.workers.transfer.digest import Place, chunk_digest
 from tpla.workers.transfer.protocol import (
     InboxHandler,
     Link,
-    OutgoingRows,
     Pages,
     PageSink,
     PageSource,
 )
+from tpla.workers.transfer.staging import DAMAGED_BIT
 
 CHUNK_BYTES = 2 << 20
 """Payload of one message: large enough to amortise its cost, small enough to overlap stages."""
@@ -52,14 +53,14 @@ class MessageOutbox:
     def connect(self) -> None:
         """The link is connected."""
 
-    def read(self, pages: Pages) -> HostRows:
+    def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the protocol's; the link keeps the rows until they are sent."""
-        return HostRows(self._source.read(pages, self._layout))
-
-    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
-        """As the protocol's."""
-        assert isinstance(rows, HostRows)
-        self._link.send(self._peer, chunk, rows.payload)
+        rows = self._source.read(pages, self._layout)
+        digest = chunk_digest(place, rows.data)
+        if damaged:
+            rows[rows.nbytes // 2] ^= DAMAGED_BIT
+        self._link.send(self._peer, Chunk(*place, digest), rows)
+        return digest
 
     def cancel(self) -> None:
         """No method waits."""
@@ -91,7 +92,11 @@ class MessageInbox:
     def submit(self, message: Chunk | Done, payload: memoryview | None) -> None:
         """As the protocol's."""
         if isinstance(message, Chunk):
-            self._handler.on_rows(self._peer, message, HostRows.received(payload))
+            rows = HostRows(payload)
+            try:
+                self._handler.on_rows(self._peer, message, rows)
+            finally:
+                self._handler.on_stored(self._peer, message, rows)
         else:
             self._handler.on_done(self._peer, message, payload or memoryview(b""))
 

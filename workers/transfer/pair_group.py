@@ -36,8 +36,13 @@ class Pending(Protocol):
 class PairGroup(Protocol):
     """Contiguous tensors to and from the other rank, each way in the order of the calls."""
 
-    def send(self, tensor: torch.Tensor) -> Pending:
-        """Begin to send all of ``tensor``, which must not change until it is done."""
+    def send(self, tensor: torch.Tensor, ready: torch.cuda.Event | None = None) -> Pending:
+        """Begin to send all of ``tensor``, which must not change until it is done.
+
+        Args:
+            tensor: to send.
+            ready: what the device comes to before; None when ``tensor`` is complete.
+        """
 
     def recv(self, tensor: torch.Tensor) -> Pending:
         """Begin to fill all of ``tensor``."""
@@ -82,20 +87,24 @@ def join_group(
 
 
 class NcclGroup:
-    """Between two GPUs. Operations run on NCCL's own stream and wait for no other stream."""
+    """Between two GPUs. Operations run on NCCL's own stream, behind those of the group alone."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = _NCCL_PATIENCE
+        # Else NCCL's kernels queue for the processors behind those that gather or scatter a chunk.
+        options.is_high_priority_stream = True
         self._other = 1 - rank
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             self._group: Any = ProcessGroupNCCL(store, rank, 2, options)
 
-    def send(self, tensor: torch.Tensor) -> Pending:
-        """As the protocol's; ``tensor`` must be complete on the device when this is called."""
+    def send(self, tensor: torch.Tensor, ready: torch.cuda.Event | None = None) -> Pending:
+        """As the protocol's."""
+        if ready is not None:
+            self._stream.wait_event(ready)
         return self._begin(self._group.send, tensor)
 
     def recv(self, tensor: torch.Tensor) -> Pending:
@@ -143,8 +152,8 @@ class GlooGroup:
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, tensor: torch.Tensor) -> Pending:
-        """As the protocol's."""
+    def send(self, tensor: torch.Tensor, ready: torch.cuda.Event | None = None) -> Pending:
+        """As the protocol's; nothing is ever under way on the CPU."""
         return self._begin(self._group.send, tensor)
 
     def recv(self, tensor: torch.Tensor) -> Pending:

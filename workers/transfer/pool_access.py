@@ -9,7 +9,6 @@ of a rank, B bytes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,18 @@ import torch
 
 from tpla.core.latent_layout import CacheLayout, LatentLayout
 from tpla.kernels.ref.latent_rows import pack_rows
-from tpla.kernels.ref.row_digest import row_digest
-from tpla.workers.transfer.protocol import Pages, PageSink, PageSource, Rows
+from tpla.workers.transfer.protocol import (
+    IncomingStaging,
+    OutgoingStaging,
+    Pages,
+    PageSink,
+    PageSource,
+    Rows,
+)
+from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 
 # Received frames are read-only; torch warns about that once, but rows are only read here.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-
-_DIGEST_MASK = (1 << 64) - 1
 
 
 def prefill_pages(pool: Any) -> PageSource:
@@ -42,11 +46,6 @@ def decode_pages(pool: Any) -> PageSink:
 
         return CudaDecodePages(pool)
     return DecodePages(pool)
-
-
-def unsigned(digest: torch.Tensor) -> int:
-    """A digest's 64 bits."""
-    return int(digest) & _DIGEST_MASK
 
 
 def _by_page(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -74,13 +73,9 @@ class PrefillPages:
         self._pack(pages, layout, torch.from_numpy(rows))
         return rows
 
-    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        """The same rows into a buffer of 64-bit words, complete on return."""
-        nbytes = len(pages) * self.page_size * layout.token_bytes
-        wire_B[nbytes:] = 0
-        self._pack(pages, layout, wire_B[:nbytes])
-        digest = unsigned(row_digest(wire_B.view(torch.int64)))
-        return lambda: digest
+    def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
+        """As the protocol's."""
+        return HostOutgoing(nbytes, lambda pages: self.read(pages, layout))
 
     def _pack(self, pages: Pages, layout: CacheLayout, rows_B: torch.Tensor) -> None:
         tokens, index = len(pages) * self.page_size, torch.from_numpy(pages)
@@ -113,14 +108,7 @@ class DecodePages:
 
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows ``[bytes]`` at ``pages``."""
-        self._write(pages, torch.from_numpy(rows))
-
-    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
-        """The same with rows at the front of a buffer of 64-bit words; returns its digest."""
-        self._write(pages, wire_B)
-        return unsigned(row_digest(wire_B.view(torch.int64)))
-
-    def _write(self, pages: Pages, rows_B: torch.Tensor) -> None:
+        rows_B = torch.from_numpy(rows)
         tokens, index = len(pages) * self.page_size, torch.from_numpy(pages.astype(np.int64))
         for run, part in self.layout.parts(tokens):
             rows_YTB = rows_B[part].view(run.shape(tokens))
@@ -128,3 +116,7 @@ class DecodePages:
                 target = _by_page(self._pool.kv_buffer[layer], self.page_size)
                 source = rows_TB.view(len(pages), -1)
                 _as_words(target).index_copy_(0, index, _as_words(source))
+
+    def staging(self, nbytes: int) -> IncomingStaging:
+        """As the protocol's."""
+        return HostIncoming(nbytes, self.write)

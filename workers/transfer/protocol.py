@@ -16,7 +16,7 @@ messages (:mod:`~tpla.workers.transfer.message_plane`) or between two GPUs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,18 +81,8 @@ class PageSource(Protocol):
     def read(self, pages: Pages, layout: CacheLayout) -> Rows:
         """Rows of all tokens of the pages, ``[bytes]`` as a decode rank's layout orders them."""
 
-    def pack(self, pages: Pages, layout: CacheLayout, wire_B: torch.Tensor) -> Callable[[], int]:
-        """Begin to write the same rows to the front of a buffer, zeros behind them.
-
-        Args:
-            pages: to read.
-            layout: the decode rank's.
-            wire_B: uint8 on the pool's device, a multiple of eight bytes.
-
-        Returns:
-            Waits until the bytes are complete; gives their
-            :func:`~tpla.kernels.row_digest.row_digest`.
-        """
+    def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
+        """Memory of a chunk of at most ``nbytes`` bytes of rows in a decode rank's layout."""
 
 
 class PageSink(Protocol):
@@ -105,12 +95,45 @@ class PageSink(Protocol):
     def write(self, pages: Pages, rows: Rows) -> None:
         """Store rows ``[bytes]``, as :attr:`layout` orders them, complete on return."""
 
-    def store(self, pages: Pages, wire_B: torch.Tensor) -> int:
-        """The same with rows at the front of a buffer of the pool's device.
+    def staging(self, nbytes: int) -> IncomingStaging:
+        """Memory of a chunk of at most ``nbytes`` bytes of rows in :attr:`layout`."""
+
+
+class OutgoingStaging(Protocol):
+    """Memory of one chunk at a prefill rank.
+
+    Attributes:
+        ready: what the device comes to when all that was begun is complete; None when it is.
+    """
+
+    ready: torch.cuda.Event | None
+
+    def pack(self, pages: Pages, seed: int) -> torch.Tensor:
+        """Begin to write the pages' rows; what the memory held must have been sent.
 
         Returns:
-            The buffer's digest, as :meth:`PageSource.pack` makes it.
+            uint8 bytes for the wire: the rows, zeros up to a whole word, and ``seed`` plus the
+            :func:`~tpla.kernels.row_digest.row_digest` of all before it.
         """
+
+    def damage(self) -> None:
+        """Flip one bit of the rows after their digest was made (a drill)."""
+
+
+class IncomingStaging(Protocol):
+    """Memory of one chunk at a decode rank."""
+
+    def wire(self, nbytes: int) -> torch.Tensor:
+        """Where to receive ``nbytes`` bytes of rows as a prefill rank's staging has packed them."""
+
+    def store(self, pages: Pages, nbytes: int, seed: int) -> None:
+        """Begin to write the received rows to the pool's ``pages``, and to verify them."""
+
+    def stored(self) -> bool:
+        """Whether all that was begun is complete."""
+
+    def intact(self) -> bool:
+        """Wait until it is; whether the digest that came is that of the rows. From any thread."""
 
 
 class LinkHandler(Protocol):
@@ -147,25 +170,16 @@ class Link(Protocol):
         """Stop the thread and close every socket."""
 
 
-class OutgoingRows(Protocol):
-    """Rows of one chunk that are being read."""
-
-    nbytes: int
-
-    def digest(self, place: Place) -> int:
-        """Wait until they are; 64 bits over the place and every byte."""
-
-    def damage(self) -> None:
-        """Flip one bit, after the digest was taken (a drill)."""
-
-
 class ArrivedRows(Protocol):
     """Rows of one chunk that came from a prefill rank."""
 
     nbytes: int
 
-    def store(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> bool:
-        """Write them to ``pages``; whether they are those of ``digest``."""
+    def begin(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> None:
+        """Begin to write them to ``pages``, if they can be those that were announced."""
+
+    def intact(self) -> bool:
+        """Wait until they are written; whether they were those. From any thread."""
 
 
 class Outbox(Protocol):
@@ -190,11 +204,17 @@ class Outbox(Protocol):
             TransferError: it did not in time; like every error of the methods below, final.
         """
 
-    def read(self, pages: Pages) -> OutgoingRows:
-        """Begin to read the pages in the decode rank's layout, one chunk ahead of :meth:`send`."""
+    def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
+        """Announce, read and send a chunk in the decode rank's layout.
 
-    def send(self, chunk: Chunk, rows: OutgoingRows) -> None:
-        """Announce and send rows whose digest was taken, in the order in which they were read."""
+        Args:
+            place: of the chunk.
+            pages: to read, as many as the place says.
+            damaged: flip one bit after the digest was made (a drill).
+
+        Returns:
+            The digest that was announced.
+        """
 
     def cancel(self) -> None:
         """End a wait in any method with TransferAborted; from any thread."""
@@ -230,7 +250,10 @@ class InboxHandler(Protocol):
     """Receives what came; on the thread of the link or of the inbox."""
 
     def on_rows(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
-        """A chunk's rows are here, unverified; valid during the call."""
+        """A chunk's rows are here, unverified: begin to store them."""
+
+    def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
+        """What was begun with them is complete; afterwards their memory is used again."""
 
     def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
         """The room's end, after all its rows; valid during the call."""

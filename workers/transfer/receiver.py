@@ -2,8 +2,8 @@
 
 Threads: the engine calls :class:`DecodeReceiver`'s public methods; messages and ticks come on the
 link's thread; rows and the ends of rooms on the thread of the peer's inbox, which also verifies and
-stores them. One lock guards all state and is held while a chunk is stored, so that no byte of a
-room lands after :meth:`DecodeReceiver.fence` or a failure.
+stores them. One lock guards all state. A device stores behind the host's back, so a room that is
+given up waits for what it has begun: no byte lands after :meth:`DecodeReceiver.fence` or a failure.
 """
 
 from __future__ import annotations
@@ -76,12 +76,16 @@ class _Peer:
 
 @dataclass
 class _Room:
-    """One request. It begins as expected, is reserved, and ends done, failed or aborting."""
+    """One request. It begins as expected, is reserved, and ends done, failed or aborting.
+
+    ``storing`` are rows whose way into the pool was begun, in order.
+    """
 
     endpoints: tuple[str, ...]
     deadline: float
     reservation: Reservation | None = None
     digests: list[int] = field(default_factory=list)
+    storing: list[ArrivedRows] = field(default_factory=list)
     pages_received: int = 0
     closed: bool = False
     done: bool = False
@@ -212,12 +216,11 @@ class DecodeReceiver:
 
     def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
         """A prefill rank says something."""
+        if isinstance(message, Chunk | Done):
+            self._submit(peer, message, payload)
+            return
         with self._lock:
-            if isinstance(message, Chunk | Done):
-                known = self._peers.get(peer)
-                if known is not None and known.inbox is not None:
-                    known.inbox.submit(message, payload)
-            elif isinstance(message, Welcome):
+            if isinstance(message, Welcome):
                 self._on_welcome(peer, message.data_port)
             elif isinstance(message, Refuse):
                 self._on_refuse(peer, message.reason)
@@ -229,6 +232,13 @@ class DecodeReceiver:
                 self._on_abort_ack(peer, message.room)
             elif isinstance(message, Pong):
                 self._renew(message.rooms)
+
+    def _submit(self, peer: str, message: Chunk | Done, payload: memoryview | None) -> None:
+        """Without the lock: what is announced must not wait while other rows are stored."""
+        known = self._peers.get(peer)
+        inbox = None if known is None else known.inbox
+        if inbox is not None:
+            inbox.submit(message, payload)
 
     def on_disconnect(self, peer: str) -> None:
         """A prefill rank is gone: its rooms fail, and a later request greets it anew."""
@@ -310,38 +320,42 @@ class DecodeReceiver:
     # ---- called by inboxes
 
     def on_rows(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
-        """A chunk's rows are here: store and verify them."""
+        """A chunk's rows are here: begin to store them, if the room still wants them."""
         with self._lock:
-            try:
-                state = self._rooms.get(chunk.room)
-                if state is not None and not state.closed and state.reservation is not None:
-                    self._store(state, state.reservation, chunk, rows)
-            except TransferError as error:
-                self._give_up(chunk.room, error)
-            finally:
-                self._link.send(peer, Credit(rows.nbytes))
-
-    def _store(
-        self, state: _Room, reservation: Reservation, chunk: Chunk, rows: ArrivedRows
-    ) -> None:
-        stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
-        pages = reservation.pages[chunk.page_start : stop]
-        place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
-        intact = (
-            rows.nbytes == tokens * self._sink.layout.token_bytes
-            and chunk.sequence == len(state.digests)
-            and len(pages) == chunk.pages
-            and rows.store(self._sink, pages, place, chunk.digest)
-        )
-        if not intact:
-            raise ChecksumMismatch(
-                f"room {chunk.room}, chunk {chunk.sequence}, pages {chunk.page_start}-{stop - 1}: "
-                "the rows that arrived are not those that were sent; the request must be repeated"
+            state = self._rooms.get(chunk.room)
+            if state is None or state.closed or state.reservation is None:
+                return
+            stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
+            pages = state.reservation.pages[chunk.page_start : stop]
+            fits = (
+                rows.nbytes == tokens * self._sink.layout.token_bytes
+                and chunk.sequence == len(state.digests) + len(state.storing)
+                and len(pages) == chunk.pages
             )
+            if not fits:
+                self._give_up(chunk.room, _damaged(chunk))
+                return
+            state.storing.append(rows)
+            place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
+            rows.begin(self._sink, pages, place, chunk.digest)
+
+    def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
+        """What was begun with a chunk is complete: verify it."""
+        with self._lock:
+            state = self._rooms.get(chunk.room)
+            if state is not None and not state.closed and rows in state.storing:
+                state.storing.remove(rows)
+                if rows.intact():
+                    self._account(state, chunk, rows)
+                else:
+                    self._give_up(chunk.room, _damaged(chunk))
+            self._link.send(peer, Credit(rows.nbytes))
+
+    def _account(self, state: _Room, chunk: Chunk, rows: ArrivedRows) -> None:
         state.digests.append(chunk.digest)
         state.pages_received += chunk.pages
         state.deadline = time.monotonic() + self._timeouts.push
-        self.statistics.count_bytes(rows.nbytes, tokens)
+        self.statistics.count_bytes(rows.nbytes, chunk.pages * self._sink.page_size)
 
     def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
         """The room's end: verify the whole of it and acknowledge."""
@@ -397,6 +411,8 @@ class DecodeReceiver:
             if state is None or state.closed:
                 return
             state.closed = True
+            for rows in state.storing:
+                rows.intact()
             state.abort_error = error
             state.deadline = time.monotonic() + self._timeouts.ack
             self.statistics.count_failure(error)
@@ -464,6 +480,14 @@ def _close_inbox(peer: _Peer) -> None:
     if peer.inbox is not None:
         peer.inbox.close()
         peer.inbox = None
+
+
+def _damaged(chunk: Chunk) -> ChecksumMismatch:
+    pages = f"{chunk.page_start}-{chunk.page_start + chunk.pages - 1}"
+    return ChecksumMismatch(
+        f"room {chunk.room}, chunk {chunk.sequence}, pages {pages}: "
+        "the rows that arrived are not those that were sent; the request must be repeated"
+    )
 
 
 def _incomplete(done: Done, state: _Room) -> ChecksumMismatch:

@@ -28,7 +28,6 @@ from tpla.core.messages import (
     Abort,
     AbortAck,
     Ack,
-    Chunk,
     Credit,
     Done,
     Dropped,
@@ -44,7 +43,6 @@ from tpla.workers.transfer.digest import room_digest
 from tpla.workers.transfer.protocol import (
     Identity,
     Link,
-    OutgoingRows,
     Pages,
     RoomEvents,
     SendingPlane,
@@ -378,28 +376,23 @@ class PrefillSender:
         self._link.send(pusher.peer, Dropped(f"the connection for rows broke: {error}"))
 
     def send_task(self, pusher: Pusher, task: Task) -> None:
-        """Pack and send a task's pages in chunks; runs on the pusher's thread."""
+        """Send a task's pages in chunks; runs on the pusher's thread."""
         page_bytes = self._source.page_size * pusher.layout.token_bytes
         step = max(1, pusher.outbox.chunk_bytes // page_bytes)
         stop = max(1, pusher.outbox.first_bytes // page_bytes)
-        first, ahead = 0, None
+        first = 0
         while first < len(task.pages):
             pages = task.pages[first:stop]
-            # One chunk is read while the one before it waits to be sent.
-            rows = pusher.outbox.read(pages)
-            if ahead is not None and not self._send_chunk(pusher, *ahead):
+            if not self._send_chunk(pusher, task.room, task.page_start + first, pages):
                 return
-            ahead = task.room, task.page_start + first, len(pages), rows
             first, stop = stop, stop + step
-        if ahead is not None and not self._send_chunk(pusher, *ahead):
-            return
         if task.metadata is not None:
             self._send_done(pusher, task)
 
-    def _send_chunk(
-        self, pusher: Pusher, room: int, page_start: int, pages: int, rows: OutgoingRows
-    ) -> bool:
-        if not pusher.take_credit(rows.nbytes, self._timeouts.push):
+    def _send_chunk(self, pusher: Pusher, room: int, page_start: int, pages: Pages) -> bool:
+        tokens = len(pages) * self._source.page_size
+        nbytes = tokens * pusher.layout.token_bytes
+        if not pusher.take_credit(nbytes, self._timeouts.push):
             self._fail(
                 room,
                 TransferTimeout(
@@ -411,24 +404,22 @@ class PrefillSender:
         with self._lock:
             state = self._rooms.get(room)
             if state is None or state.ended or pusher.peer not in state.digests:
-                pusher.grant(rows.nbytes)
+                pusher.grant(nbytes)
                 return False
             digests = state.digests[pusher.peer]
-        place = (room, len(digests), page_start, pages)
-        digest = rows.digest(place)
-        digests.append(digest)
-        pusher.outbox.send(Chunk(*place, digest), rows)
-        self.statistics.count_bytes(rows.nbytes, pages * self._source.page_size)
+        place = (room, len(digests), page_start, len(pages))
+        digests.append(pusher.outbox.send(place, pages))
+        self.statistics.count_bytes(nbytes, tokens)
         with self._lock:
-            state.payload_bytes += rows.nbytes
+            state.payload_bytes += nbytes
             state.deadline = max(state.deadline, time.monotonic() + self._timeouts.push)
         return True
 
     def _send_done(self, pusher: Pusher, task: Task) -> None:
         assert task.metadata is not None
         with self._lock:
-            # The engine frees pages only after the room has failed or finished, so a room that is
-            # alive now was alive while its pages were read.
+            # The engine frees pages only after the room has failed or finished. If it fails while
+            # a device still reads them, decode gets an Abort and gives up what it was sent.
             state = self._rooms.get(task.room)
             if state is None or state.ended:
                 return
