@@ -138,7 +138,7 @@ def _row(
     system: ServingSystem, plan: Plan, layers: int, context: int, asked: int, capacity: int
 ) -> Row:
     """What is asked of the system; nothing is measured yet."""
-    room = capacity * system.dp // (context + _MOST_NEW_TOKENS)
+    room = capacity * system.pools // (context + _MOST_NEW_TOKENS)
     batch = min(room, plan.max_requests) if asked == _LARGEST else asked
     return Row(
         plan.role.value, plan.model, layers, system.name, plan.tp, system.dp, system.dcp,
@@ -148,7 +148,7 @@ def _row(
 
 def _fill(row: Row, plan: Plan, url: str) -> bool:
     """Measure a row; False where the system's memory does not hold it."""
-    if row.batch * row.context > row.max_total_tokens * row.dp:
+    if row.batch * row.context > row.max_total_tokens * row.dp * row.dcp:
         _console.print(f"{row.system}: {row.batch} x {row.context} tokens do not fit")
         return False
     if plan.role is Role.PREFILL:

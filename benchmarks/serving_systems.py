@@ -38,6 +38,11 @@ class ServingSystem:
     dp: int = 1
     dcp: int = 1
 
+    @property
+    def pools(self) -> int:
+        """Ranks that hold tokens of their own: a worker reports the tokens of one."""
+        return self.dp * self.dcp
+
 
 _PREFILL = ("--page-size", "64", "--dtype", "bfloat16")
 _FLASHMLA = ("--attention-backend", "flashmla", "--page-size", "64", "--dtype", "bfloat16")
