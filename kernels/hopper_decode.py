@@ -1,6 +1,7 @@
 """Decode attention over whole FP8 pages on Hopper, in Gluon: :mod:`tpla.kernels.latent_decode`.
 
-A program is five groups of warps (:mod:`tpla.kernels.hopper_partitions`) that meet at barriers in
+Latents of 512 columns go to :mod:`tpla.kernels.hopper_wide`; narrower ones to the kernel here. A
+program is five groups of warps (:mod:`tpla.kernels.hopper_partitions`) that meet at barriers in
 shared memory only::
 
     queries   1 warp    queries of a request             -> one buffer        (bulk copy)
@@ -14,8 +15,7 @@ permutation separates them, and stmatrix stores them (FlashAttention-3). Within 
 in the order in which the registers of the logits hold them, so P enters its product as it lies.
 
 The two consumers divide (``SHARE``): the *rows*, 64 of 128 each; or the *tiles*, every other one of
-the same 64 rows, joined after the last tile; or, at latent 512, the value *columns*, each with all
-logits, since one consumer's registers hold 256 columns.
+the same 64 rows, joined after the last tile.
 
 Each block of tokens is weighted relative to its own largest logit and token scale, not to the
 running ones (SnapMLA, dynamic P quantisation per block)::
@@ -44,12 +44,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tpla.kernels.decode_call import DecodeCall
 from tpla.kernels.decode_workspace import DecodeTiling
-from tpla.kernels.hopper_partitions import consume, convert, produce, produce_queries
+from tpla.kernels.hopper_partitions import consume, convert
+from tpla.kernels.hopper_tiles import produce, produce_queries
+from tpla.kernels.hopper_wide import wide_decode_kernel
 
 _LN2 = 0.6931471805599453
 _BLOCK_TOKENS = 64
 _SHARED_BYTES = 227 * 1024
 _WIDTHS = (64, 128, 256, 512)
+_NARROW = 256
+"""Widest latent that a consumer's registers hold 64 rows of."""
 
 
 @gluon.jit
@@ -68,7 +72,6 @@ def decode_kernel(
     K: gl.constexpr = 64
     gl.static_assert(num_warps == 4)
     QUERY_BLOCKS: gl.constexpr = 2 if SHARE == "rows" else 1
-    HALVES: gl.constexpr = 2 if SHARE == "columns" else 1
     READERS: gl.constexpr = 1 if SHARE == "tiles" else 2
     value_dtype: gl.constexpr = gl.float8e4nv if FP8_VALUES else gl.float16
     value_layout: gl.constexpr = (
@@ -82,9 +85,7 @@ def decode_kernel(
     latent_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, K, WIDTH], latent_desc.layout)
     rope_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K, ROPE], rope_desc.layout)
     scale_buf = gl.allocate_shared_memory(gl.float32, [STAGES, K, 4], scale_desc.layout)
-    value_buf = gl.allocate_shared_memory(
-        value_dtype, [SLOTS * HALVES, K, WIDTH // HALVES], value_layout
-    )
+    value_buf = gl.allocate_shared_memory(value_dtype, [SLOTS, K, WIDTH], value_layout)
     lse_buf = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -122,7 +123,7 @@ def decode_kernel(
             gl.int16, [STAGES, K, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2)
         )
         turned_buf = value_buf._reinterpret(
-            gl.int16, [SLOTS * HALVES, WIDTH // HALVES, K // 2], gl.NVMMASharedLayout(64, 16, 2)
+            gl.int16, [SLOTS, WIDTH, K // 2], gl.NVMMASharedLayout(64, 16, 2)
         )
     else:
         staged_buf = latent_buf
@@ -158,7 +159,7 @@ def reads_on_hopper(call: DecodeCall) -> bool:
         and layout.has_scale
         and call.q_scale_BQH is not None
         and layout.latent_width in _WIDTHS
-        and (layout.latent_width <= 256 or tiling.block_rows == 64)
+        and (layout.latent_width <= _NARROW or tiling.block_rows == 64)
         and layout.qk_rope_head_dim in (32, 64)
         and layout.rope_offset % 16 == 0
         and call.allows_bulk_copies
@@ -178,8 +179,9 @@ def hopper_decode(call: DecodeCall) -> None:
     rope_rows = call.rows_SB.view(torch.bfloat16)
     scale_rows = call.rows_SB.view(torch.float32)
     rope_end = (layout.rope_offset + layout.rope_bytes) // 2
-    share, stages, slots = _plan(width, rope, tiling)
-    decode_kernel[(workspace.row_blocks, workspace.parts)](
+    wide = width > _NARROW
+    kernel = wide_decode_kernel if wide else decode_kernel
+    kernel[(workspace.row_blocks, workspace.parts)](
         _descriptor(call.q_latent_BQHL.view(-1, width), width, width, min(width, 128), 8),
         _descriptor(call.q_rope_BQHD.view(-1, rope), rope, rope, 2 * rope, 16),
         call.q_scale_BQH,
@@ -203,26 +205,34 @@ def hopper_decode(call: DecodeCall) -> None:
         ROPE_COLUMN=layout.rope_offset // 2,
         SCALE_COLUMN=layout.scale_offset // 4,
         PAGE=call.page_size,
-        SHARE=share,
-        STAGES=stages,
-        SLOTS=slots,
         FP8_VALUES=tiling.fp8_values,
         LN2=_LN2,
         num_warps=4,
+        **(_wide_plan if wide else _narrow_plan)(width, rope, tiling),
     )
 
 
-def _plan(width: int, rope: int, tiling: DecodeTiling) -> tuple[str, int, int]:
+def _narrow_plan(width: int, rope: int, tiling: DecodeTiling) -> dict[str, str | int]:
     """What the consumers divide, and how many tiles and staged values shared memory holds."""
-    share = "rows" if tiling.block_rows == 128 else "columns" if width > 256 else "tiles"
-    tile = _BLOCK_TOKENS * (width + 2 * rope + 16)
+    share = "rows" if tiling.block_rows == 128 else "tiles"
     queries = (2 if share == "rows" else 1) * 64 * (width + 2 * rope)
-    slots = 1 if share == "columns" else 3
-    values = slots * _BLOCK_TOKENS * 2 * width
-    if tiling.fp8_values:
-        slots *= 2
-    stages = (_SHARED_BYTES - queries - values - 1024) // tile
-    return share, min(stages, 8), slots
+    slots = 6 if tiling.fp8_values else 3
+    values = 3 * _BLOCK_TOKENS * 2 * width
+    return {"SHARE": share, "SLOTS": slots, "STAGES": _stages(width, rope, queries + values)}
+
+
+def _wide_plan(width: int, rope: int, tiling: DecodeTiling) -> dict[str, str | int]:
+    """How many tiles and tiles' weights shared memory holds."""
+    slots, itemsize = 2, 1 if tiling.fp8_values else 2
+    queries = 64 * (width + 2 * rope)
+    weights = slots * 64 * (_BLOCK_TOKENS * itemsize + 4)
+    return {"SLOTS": slots, "STAGES": _stages(width, rope, queries + weights)}
+
+
+def _stages(width: int, rope: int, others: int) -> int:
+    """Tiles that shared memory holds beside ``others`` bytes and the barriers."""
+    tile = _BLOCK_TOKENS * (width + 2 * rope + 16)
+    return min((_SHARED_BYTES - others - 1024) // tile, 8)
 
 
 def _descriptor(

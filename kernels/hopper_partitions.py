@@ -1,5 +1,5 @@
-"""What the warps of :func:`tpla.kernels.hopper_decode.decode_kernel` do: producers, converter,
-consumers. Shape suffixes and the recursion are described there.
+"""What the warps of :func:`tpla.kernels.hopper_decode.decode_kernel` do beside those that bring
+tiles: converter and consumers. Shape suffixes and the recursion are described there.
 """
 
 from __future__ import annotations
@@ -9,38 +9,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-LOG2_FP16_RANGE = gl.constexpr(10.0)
-LOG2_FP8_RANGE = gl.constexpr(8.807354922057604)
-_REF_FLOOR = gl.constexpr(40.0)
-_SIGMA_FLOOR = gl.constexpr(2.0**-50)
-_LOGITS_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-_LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-# A column of 64 scales, each token where the logits hold it.
-_SCALE_COLUMN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0]],
-        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-        [],
-        [64, 1],
-    )
+from tpla.kernels.hopper_tiles import (
+    LOG2_FP8_RANGE,
+    LOG2_FP16_RANGE,
+    LOGITS,
+    QUARTERS,
+    range_of,
+    requests_of,
+    softmax,
+    start_logits,
+    token_scales,
 )
-# A row of logits belongs to four threads; each has a column here.
-_QUARTERS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]],
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 4],
-    )
-)
-
 
 # 64 tokens of 32 pairs of columns, as ldmatrix brings them when it transposes pairs.
 _PAIRS = gl.constexpr(
@@ -52,81 +35,6 @@ _PAIRS = gl.constexpr(
         [64, 32],
     )
 )
-
-
-@gluon.jit
-def _range_of(part_ptr, length_ptr, part, request, BLOCK_TOKENS: gl.constexpr):
-    """Length, first tile, end tile and whole tiles of a request within a part."""
-    begin = gl.load(part_ptr + 2 * part)
-    begin_tile = gl.load(part_ptr + 2 * part + 1)
-    end = gl.load(part_ptr + 2 * part + 2)
-    end_tile = gl.load(part_ptr + 2 * part + 3)
-    length = gl.maximum(gl.load(length_ptr + request), 0)
-    tiles = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    first = gl.where(request == begin, begin_tile, 0)
-    stop = gl.where(request == end, end_tile, tiles)
-    return length, first, stop, tiles
-
-
-@gluon.jit
-def _requests_of(part_ptr, part):
-    """First request of a part, and the one after its last."""
-    begin = gl.load(part_ptr + 2 * part)
-    end = gl.load(part_ptr + 2 * part + 2)
-    end_tile = gl.load(part_ptr + 2 * part + 3)
-    return begin, gl.where(end_tile > 0, end + 1, end)
-
-
-@gluon.jit
-def produce(
-    buffers, rows_in, schedule, ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr,
-    PAGE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One warp: ask for tile after tile as buffers come free."""
-    latent_buf, rope_buf, scale_buf, full, empty = buffers
-    latent_desc, rope_desc, scale_desc, table_ptr, table_stride = rows_in
-    length_ptr, part_ptr = schedule
-    K: gl.constexpr = 64
-    part = gl.program_id(1)
-    begin, end = _requests_of(part_ptr, part)
-    number = 0
-    for request in range(begin, end):
-        _length, first, stop, _tiles = _range_of(part_ptr, length_ptr, part, request, K)
-        table = table_ptr + gl.cast(request, gl.int64) * table_stride
-        page = gl.load(table + first * K // PAGE, mask=first < stop, other=0)
-        for tile in range(first, stop):
-            slot = page * PAGE + tile * K % PAGE
-            following = gl.minimum(tile + 1, stop - 1)
-            page = gl.load(table + following * K // PAGE)
-            stage = number % STAGES
-            mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes
-                            + scale_desc.block_type.nbytes)  # fmt: skip
-            tma.async_copy_global_to_shared(latent_desc, [slot, 0], bar, latent_buf.index(stage))
-            tma.async_copy_global_to_shared(
-                rope_desc, [slot, ROPE_COLUMN], bar, rope_buf.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                scale_desc, [slot, SCALE_COLUMN], bar, scale_buf.index(stage)
-            )
-            number += 1
-
-
-@gluon.jit
-def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
-    """One warp: ask for the queries of request after request."""
-    q_buf, q_rope_buf, full, empty = buffers
-    q_desc, q_rope_desc = queries_in
-    M: gl.constexpr = 64
-    begin, end = _requests_of(part_ptr, gl.program_id(1))
-    for request in range(begin, end):
-        mbarrier.wait(empty, ((request - begin) & 1) ^ 1)
-        mbarrier.expect(full, BLOCKS * (q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes))
-        for block in gl.static_range(BLOCKS):
-            row = request * rows + (gl.program_id(0) * BLOCKS + block) * M
-            tma.async_copy_global_to_shared(q_desc, [row, 0], full, q_buf.index(block))
-            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full, q_rope_buf.index(block))
 
 
 @gluon.jit
@@ -206,27 +114,23 @@ def convert(
     latent_buf, value_buf, full, empty, value_full, value_empty, merged = buffers
     length_ptr, part_ptr = schedule
     K: gl.constexpr = 64
-    HALVES: gl.constexpr = 2 if SHARE == "columns" else 1
-    COLUMNS: gl.constexpr = latent_buf.shape[2] // HALVES
     part = gl.program_id(1)
-    begin, end = _requests_of(part_ptr, part)
+    begin, end = requests_of(part_ptr, part)
     number = 0
     for request in range(begin, end):
-        length, first, stop, _tiles = _range_of(part_ptr, length_ptr, part, request, K)
+        length, first, stop, _tiles = range_of(part_ptr, length_ptr, part, request, K)
         for tile in range(first, stop):
             stage = number % STAGES
             slot = number % SLOTS
             mbarrier.wait(full.index(stage), (number // STAGES) & 1)
             mbarrier.wait(value_empty.index(slot), ((number // SLOTS) & 1) ^ 1)
             latent = latent_buf.index(stage)
-            for half in gl.static_range(HALVES):
-                values_s = value_buf.index(slot * HALVES + half)
-                columns = latent.slice(half * COLUMNS, COLUMNS, dim=1)
-                valid = length - tile * K
-                if valid < K:
-                    _stage_values(columns, values_s, valid, FP8_VALUES, True)
-                else:
-                    _stage_values(columns, values_s, valid, FP8_VALUES, False)
+            values_s = value_buf.index(slot)
+            valid = length - tile * K
+            if valid < K:
+                _stage_values(latent, values_s, valid, FP8_VALUES, True)
+            else:
+                _stage_values(latent, values_s, valid, FP8_VALUES, False)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -234,60 +138,6 @@ def convert(
             number += 1
         if SHARE == "tiles":  # consumers exchange results through the value buffers
             mbarrier.wait(merged, (request - begin) & 1)
-
-
-@gluon.jit
-def _start_logits(q_s, q_rope_s, latent, rope):
-    """Begin Q K of a tile: two products into one accumulator."""
-    M: gl.constexpr = q_s.shape[0]
-    K: gl.constexpr = latent.shape[0]
-    zero = gl.zeros([M, K], gl.float32, _LOGITS_8)
-    s = warpgroup_mma(q_s, latent.permute((1, 0)), zero, use_acc=False, is_async=True)
-    # With one product outstanding this waits for none: it only gives the accumulator a new layout.
-    s = warpgroup_mma_wait(1, deps=[s])
-    s = gl.convert_layout(s, _LOGITS, assert_trivial=True)
-    return warpgroup_mma(q_rope_s, rope.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _token_scales(scale, first_token, length, EXACT: gl.constexpr):
-    """Scale of each token, zero beyond the length; log2 of the largest, or the integer above."""
-    K: gl.constexpr = scale.shape[0]
-    # Of the 16 bytes a token, the least that a bulk copy brings, the first four are the scale.
-    k_scale = scale.slice(0, 1, dim=1).load(_SCALE_COLUMN).reshape([K])
-    k_scale = gl.convert_layout(k_scale, gl.SliceLayout(0, _LOGITS), assert_trivial=True)
-    if first_token + K > length:
-        token = first_token + gl.arange(0, K, layout=gl.SliceLayout(0, _LOGITS))
-        k_scale = gl.where(token < length, k_scale, 0.0)
-    sigma = gl.maximum(gl.max(k_scale, 0), _SIGMA_FLOOR)
-    if EXACT:
-        return k_scale, gl.log2(sigma)
-    else:
-        return k_scale, ((sigma.to(gl.int32, bitcast=True) >> 23) - 126).to(gl.float32)
-
-
-@gluon.jit
-def _softmax(
-    s, k_scale, shift, row_scale, last_seen, first_token, all_see, top, ref, total
-):  # fmt: skip
-    """One block; returns P', the factor of what was accumulated before, and the new state."""
-    logits = s * k_scale[None, :]
-    if first_token + s.shape[1] > all_see:
-        token = first_token + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, _LOGITS))
-        logits = gl.where(token[None, :] <= last_seen[:, None], logits, -float("inf"))
-    # First within a thread, for all rows: the exchanges between threads then overlap.
-    own = gl.max(gl.max(logits.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
-    largest = gl.max(gl.convert_layout(own, _QUARTERS, assert_trivial=True), 1)
-    block = gl.convert_layout(largest, gl.SliceLayout(1, _LOGITS)) * row_scale + shift
-    top = gl.maximum(top, block)
-    new_ref = gl.maximum(block, top - _REF_FLOOR)
-    p = gl.exp2(logits * row_scale[:, None] - new_ref[:, None])
-    decay = gl.exp2(ref - new_ref)
-    # Summed over a thread's own columns; the four threads of a row meet after the last tile.
-    own = gl.sum(gl.sum(p.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
-    own = gl.convert_layout(own, _QUARTERS, assert_trivial=True)
-    total = total * gl.convert_layout(decay, gl.SliceLayout(1, _QUARTERS))[:, None] + own
-    return p * k_scale[None, :], decay, top, new_ref, total
 
 
 @gluon.jit
@@ -313,7 +163,7 @@ def _merge(
     gl.thread_barrier()
     mbarrier.arrive(met.index(0), count=1)
     mbarrier.wait(met.index(0), phase)
-    other = lse_buf.index(1 - consumer).load(gl.SliceLayout(1, _LOGITS))
+    other = lse_buf.index(1 - consumer).load(gl.SliceLayout(1, LOGITS))
     top = gl.maximum(gl.maximum(lse, other), -1e30)
     own = gl.exp2(lse - top)
     both = own + gl.exp2(other - top)
@@ -370,7 +220,7 @@ def _finish(
     """Normalise what a consumer accumulated over a request, join it with the other's, write it."""
     WIDTH: gl.constexpr = acc.shape[1]
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
-    total = gl.convert_layout(gl.sum(total_4, 1), gl.SliceLayout(1, _LOGITS))
+    total = gl.convert_layout(gl.sum(total_4, 1), gl.SliceLayout(1, LOGITS))
     lse = gl.where(total > 0.0, ref + gl.log2(total), -float("inf"))
     slot = 2 * part + gl.where(first == 0, 1, 0)
     whole = (first == 0) & (stop == tiles)
@@ -381,11 +231,7 @@ def _finish(
     else:
         share = gl.where(total > 0.0, 1.0 / total, 0.0)
         out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
-        if SHARE == "columns":
-            _write(out, lse, consumer * WIDTH, row, m0, slot, whole, results, shape,
-                   consumer == 0, 2 * WIDTH, LN2)  # fmt: skip
-        else:
-            _write(out, lse, 0, row, m0, slot, whole, results, shape, True, WIDTH, LN2)
+        _write(out, lse, 0, row, m0, slot, whole, results, shape, True, WIDTH, LN2)
 
 
 @gluon.jit
@@ -404,7 +250,6 @@ def consume(
     M: gl.constexpr = 64
     K: gl.constexpr = 64
     STEP: gl.constexpr = 2 if SHARE == "tiles" else 1
-    HALVES: gl.constexpr = 2 if SHARE == "columns" else 1
     WIDTH: gl.constexpr = value_buf.shape[2]
     log2_range: gl.constexpr = LOG2_FP8_RANGE if FP8_VALUES else LOG2_FP16_RANGE
     value_k: gl.constexpr = 32 if FP8_VALUES else 16
@@ -414,13 +259,13 @@ def consume(
     q_s = q_buf.index(own_block)
     q_rope_s = q_rope_buf.index(own_block)
     m0 = (gl.program_id(0) * q_buf.shape[0] + own_block) * M
-    m_s = m0 + gl.arange(0, M, layout=gl.SliceLayout(1, _LOGITS))
+    m_s = m0 + gl.arange(0, M, layout=gl.SliceLayout(1, LOGITS))
 
     part = gl.program_id(1)
-    begin, end = _requests_of(part_ptr, part)
+    begin, end = requests_of(part_ptr, part)
     number = 0  # tiles of this part so far: which buffer, and which phase of its barrier
     for request in range(begin, end):
-        length, first, stop, tiles = _range_of(part_ptr, length_ptr, part, request, K)
+        length, first, stop, tiles = range_of(part_ptr, length_ptr, part, request, K)
         row = gl.cast(request, gl.int64) * rows
         row_scale = gl.load(q_scale_ptr + row + m_s, mask=m_s < rows, other=1.0)
         row_scale = row_scale * softmax_scale_log2
@@ -428,19 +273,19 @@ def consume(
         all_see = length - queries + 1
 
         acc = gl.zeros([M, WIDTH], gl.float32, out_layout)
-        top = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, _LOGITS))
+        top = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, LOGITS))
         ref = top
-        total_4 = gl.zeros([M, 4], gl.float32, _QUARTERS)
+        total_4 = gl.zeros([M, 4], gl.float32, QUARTERS)
         mbarrier.wait(q_full, (request - begin) & 1)
         own = first + (consumer if SHARE == "tiles" else 0)
         if own < stop:
             here = number + own - first
             stage = here % STAGES
             mbarrier.wait(full.index(stage), (here // STAGES) & 1)
-            s = _start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
-            k_scale, shift = _token_scales(scale_buf.index(stage), own * K, length, FP8_VALUES)
+            s = start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
+            k_scale, shift = token_scales(scale_buf.index(stage), own * K, length, FP8_VALUES)
             s = warpgroup_mma_wait(0, deps=[s])
-            weight, decay, top, ref, total_4 = _softmax(
+            weight, decay, top, ref, total_4 = softmax(
                 s, k_scale, shift - log2_range, row_scale, last_seen, own * K, all_see, top, ref,
                 total_4,
             )  # fmt: skip
@@ -452,13 +297,13 @@ def consume(
                 stage = following % STAGES
                 slot = here % SLOTS
                 mbarrier.wait(full.index(stage), (following // STAGES) & 1)
-                s = _start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
+                s = start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
                 mbarrier.wait(value_full.index(slot), (here // SLOTS) & 1)
-                values_s = value_buf.index(slot * HALVES + (consumer if HALVES == 2 else 0))
+                values_s = value_buf.index(slot)
                 acc = warpgroup_mma(p, values_s, acc, is_async=True)
-                k_scale, shift = _token_scales(scale_buf.index(stage), tile * K, length, FP8_VALUES)
+                k_scale, shift = token_scales(scale_buf.index(stage), tile * K, length, FP8_VALUES)
                 s = warpgroup_mma_wait(1, deps=[s])
-                weight, decay, top, ref, total_4 = _softmax(
+                weight, decay, top, ref, total_4 = softmax(
                     s, k_scale, shift - log2_range, row_scale, last_seen, tile * K, all_see, top,
                     ref, total_4,
                 )  # fmt: skip
@@ -473,7 +318,7 @@ def consume(
                 here = following
             slot = here % SLOTS
             mbarrier.wait(value_full.index(slot), (here // SLOTS) & 1)
-            values_s = value_buf.index(slot * HALVES + (consumer if HALVES == 2 else 0))
+            values_s = value_buf.index(slot)
             acc = warpgroup_mma(p, values_s, acc, is_async=False)
             gl.thread_barrier()
             mbarrier.arrive(value_empty.index(slot), count=1)

@@ -1,0 +1,171 @@
+"""What both Hopper decode kernels do with a tile: who reads it, bulk copies, Q K and softmax.
+
+Shape suffixes and the recursion are described at :mod:`tpla.kernels.hopper_decode`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_FP16_RANGE = gl.constexpr(10.0)
+LOG2_FP8_RANGE = gl.constexpr(8.807354922057604)
+_REF_FLOOR = gl.constexpr(40.0)
+_SIGMA_FLOOR = gl.constexpr(2.0**-50)
+_LOGITS_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# A column of 64 scales, each token where the logits hold it.
+_SCALE_COLUMN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [64, 1],
+    )
+)
+# A row of logits belongs to four threads; each has a column here.
+QUARTERS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 4],
+    )
+)
+
+
+@gluon.jit
+def range_of(part_ptr, length_ptr, part, request, BLOCK_TOKENS: gl.constexpr):
+    """Length, first tile, end tile and whole tiles of a request within a part."""
+    begin = gl.load(part_ptr + 2 * part)
+    begin_tile = gl.load(part_ptr + 2 * part + 1)
+    end = gl.load(part_ptr + 2 * part + 2)
+    end_tile = gl.load(part_ptr + 2 * part + 3)
+    length = gl.maximum(gl.load(length_ptr + request), 0)
+    tiles = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    first = gl.where(request == begin, begin_tile, 0)
+    stop = gl.where(request == end, end_tile, tiles)
+    return length, first, stop, tiles
+
+
+@gluon.jit
+def requests_of(part_ptr, part):
+    """First request of a part, and the one after its last."""
+    begin = gl.load(part_ptr + 2 * part)
+    end = gl.load(part_ptr + 2 * part + 2)
+    end_tile = gl.load(part_ptr + 2 * part + 3)
+    return begin, gl.where(end_tile > 0, end + 1, end)
+
+
+@gluon.jit
+def produce(
+    buffers, rows_in, schedule, ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: ask for tile after tile as buffers come free."""
+    latent_buf, rope_buf, scale_buf, full, empty = buffers
+    latent_desc, rope_desc, scale_desc, table_ptr, table_stride = rows_in
+    length_ptr, part_ptr = schedule
+    K: gl.constexpr = 64
+    part = gl.program_id(1)
+    begin, end = requests_of(part_ptr, part)
+    number = 0
+    for request in range(begin, end):
+        _length, first, stop, _tiles = range_of(part_ptr, length_ptr, part, request, K)
+        table = table_ptr + gl.cast(request, gl.int64) * table_stride
+        page = gl.load(table + first * K // PAGE, mask=first < stop, other=0)
+        for tile in range(first, stop):
+            slot = page * PAGE + tile * K % PAGE
+            following = gl.minimum(tile + 1, stop - 1)
+            page = gl.load(table + following * K // PAGE)
+            stage = number % STAGES
+            mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes
+                            + scale_desc.block_type.nbytes)  # fmt: skip
+            tma.async_copy_global_to_shared(latent_desc, [slot, 0], bar, latent_buf.index(stage))
+            tma.async_copy_global_to_shared(
+                rope_desc, [slot, ROPE_COLUMN], bar, rope_buf.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                scale_desc, [slot, SCALE_COLUMN], bar, scale_buf.index(stage)
+            )
+            number += 1
+
+
+@gluon.jit
+def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
+    """One warp: ask for the queries of request after request."""
+    q_buf, q_rope_buf, full, empty = buffers
+    q_desc, q_rope_desc = queries_in
+    M: gl.constexpr = 64
+    begin, end = requests_of(part_ptr, gl.program_id(1))
+    for request in range(begin, end):
+        mbarrier.wait(empty, ((request - begin) & 1) ^ 1)
+        mbarrier.expect(full, BLOCKS * (q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes))
+        for block in gl.static_range(BLOCKS):
+            row = request * rows + (gl.program_id(0) * BLOCKS + block) * M
+            tma.async_copy_global_to_shared(q_desc, [row, 0], full, q_buf.index(block))
+            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full, q_rope_buf.index(block))
+
+
+@gluon.jit
+def start_logits(q_s, q_rope_s, latent, rope):
+    """Begin Q K of a tile: two products into one accumulator."""
+    M: gl.constexpr = q_s.shape[0]
+    K: gl.constexpr = latent.shape[0]
+    zero = gl.zeros([M, K], gl.float32, _LOGITS_8)
+    s = warpgroup_mma(q_s, latent.permute((1, 0)), zero, use_acc=False, is_async=True)
+    # With one product outstanding this waits for none: it only gives the accumulator a new layout.
+    s = warpgroup_mma_wait(1, deps=[s])
+    s = gl.convert_layout(s, LOGITS, assert_trivial=True)
+    return warpgroup_mma(q_rope_s, rope.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def token_scales(scale, first_token, length, EXACT: gl.constexpr):
+    """Scale of each token, zero beyond the length; log2 of the largest, or the integer above."""
+    K: gl.constexpr = scale.shape[0]
+    # Of the 16 bytes a token, the least that a bulk copy brings, the first four are the scale.
+    k_scale = scale.slice(0, 1, dim=1).load(_SCALE_COLUMN).reshape([K])
+    k_scale = gl.convert_layout(k_scale, gl.SliceLayout(0, LOGITS), assert_trivial=True)
+    if first_token + K > length:
+        token = first_token + gl.arange(0, K, layout=gl.SliceLayout(0, LOGITS))
+        k_scale = gl.where(token < length, k_scale, 0.0)
+    sigma = gl.maximum(gl.max(k_scale, 0), _SIGMA_FLOOR)
+    if EXACT:
+        return k_scale, gl.log2(sigma)
+    else:
+        return k_scale, ((sigma.to(gl.int32, bitcast=True) >> 23) - 126).to(gl.float32)
+
+
+@gluon.jit
+def softmax(
+    s, k_scale, shift, row_scale, last_seen, first_token, all_see, top, ref, total
+):  # fmt: skip
+    """One block; returns P', the factor of what was accumulated before, and the new state."""
+    logits = s * k_scale[None, :]
+    if first_token + s.shape[1] > all_see:
+        token = first_token + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LOGITS))
+        logits = gl.where(token[None, :] <= last_seen[:, None], logits, -float("inf"))
+    # First within a thread, for all rows: the exchanges between threads then overlap.
+    own = gl.max(gl.max(logits.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
+    largest = gl.max(gl.convert_layout(own, QUARTERS, assert_trivial=True), 1)
+    block = gl.convert_layout(largest, gl.SliceLayout(1, LOGITS)) * row_scale + shift
+    top = gl.maximum(top, block)
+    new_ref = gl.maximum(block, top - _REF_FLOOR)
+    p = gl.exp2(logits * row_scale[:, None] - new_ref[:, None])
+    decay = gl.exp2(ref - new_ref)
+    # Summed over a thread's own columns; the four threads of a row meet after the last tile.
+    own = gl.sum(gl.sum(p.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
+    own = gl.convert_layout(own, QUARTERS, assert_trivial=True)
+    total = total * gl.convert_layout(decay, gl.SliceLayout(1, QUARTERS))[:, None] + own
+    return p * k_scale[None, :], decay, top, new_ref, total
