@@ -54,7 +54,9 @@ SYSTEMS = (
         "sglang-dp", 1, "bf16", flags=(*_FLASHMLA, "--enable-dp-attention", "--dp", "{tp}"), dp=2
     ),
     ServingSystem("tpla-fp8", 2, "fp8", tpla_mode="tpla"),
-    ServingSystem("tpla-fp8-scatter", 2, "fp8", tpla_mode="tpla", flags=("--scatter-output",)),
+    ServingSystem(
+        "tpla-fp8-no-scatter", 2, "fp8", tpla_mode="tpla", flags=("--no-scatter-output",)
+    ),
     ServingSystem("tpla-bf16", 2, "bf16", tpla_mode="tpla"),
     ServingSystem("snapmla", 1, "fp8", tpla_mode="snapmla"),
 )

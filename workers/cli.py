@@ -40,13 +40,12 @@ def _worker(
         str | None, typer.Option(help="decode rows: fp8, bf16 or fp32 (default fp8; mla: bf16)")
     ] = None,
     scatter_output: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--scatter-output",
             help="decode in mode tpla: add up the latent groups before o_proj, which is then held "
-            "once and not by every group",
+            "once and not by every group (default: do)",
         ),
-    ] = False,
+    ] = None,
     transfer: Annotated[
         str,
         typer.Option(

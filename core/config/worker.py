@@ -82,8 +82,8 @@ class WorkerConfig(BaseModel):
     groups: Annotated[int, Field(ge=1)] = 1
     kv_format: KVFormat = KVFormat.FP8
     scatter_output: bool = False
-    """Mode tpla: add up the latent groups before o_proj, whose weights are then held once and not
-    by every group, for one more collective a layer."""
+    """Decode in mode tpla: add up the latent groups before o_proj, whose weights are then held once
+    and not by every group, for one more collective a layer."""
     transfer: Transfer = Transfer.ZMQ
     timeouts: TransferTimeouts = TransferTimeouts()
     device: Annotated[str, Field(pattern="^(cpu|cuda)$")] = "cpu"

@@ -26,7 +26,7 @@ from tests.unit.checkpoints import edit_config, make_checkpoint
 pytestmark = pytest.mark.e2e
 
 TOKENS = 20
-SCATTER = ("--scatter-output",)
+NO_SCATTER = ("--no-scatter-output",)
 RESERVE_LITTLE = ("--num-reserved-decode-tokens", "16")
 
 
@@ -81,13 +81,13 @@ FLEETS = (
             Decode("tpla", 2, "16", "fp8", 2, ("--max-total-tokens", "1280", *RESERVE_LITTLE)),
             Decode("mla", 1, "0", "fp32", 1),
             # Two latent groups among four ranks are added up in a group of their own.
-            Decode("tpla", 2, "32", "fp32", 4, SCATTER),
+            Decode("tpla", 2, "32", "fp32", 4),
         ),
     ),
     # DeepSeek-V3's shape: low-rank queries, mixture of experts, yarn RoPE.
     Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 2),), "v3"),
     # Every layer a width of its own, and two that share one; keys of decode's own.
-    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2, SCATTER, "learned"),)),
+    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2, NO_SCATTER, "learned"),)),
 )
 
 

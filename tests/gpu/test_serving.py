@@ -69,7 +69,7 @@ DECODES = (
     Decode("snapmla", 1, "0", "fp8", 2, extra=("--enable-dp-attention", "--dp-size=2")),
     Decode("tpla", 2, "0", "fp8", 2),
     Decode("tpla", 2, "32", "bf16", 2),
-    Decode("tpla", 2, "32", "fp8", 2, extra=("--scatter-output",)),
+    Decode("tpla", 2, "32", "fp8", 2, extra=("--no-scatter-output",)),
     Decode("tpla", 4, "32", "fp8", 4),
     # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
     Decode("snapmla", 1, "0", "fp8", 1, "nccl", first_gpu=1),

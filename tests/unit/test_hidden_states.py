@@ -106,4 +106,4 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         short, long = map(float, result.stdout.split())
         grown[memory] = long - short
     assert grown[2**40] > 0.7 * STATES_MIB, "the measurement does not see hidden states"
-    assert grown[2**20] < 0.3 * STATES_MIB, grown
+    assert grown[2**20] < 0.5 * STATES_MIB, grown

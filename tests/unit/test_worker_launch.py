@@ -39,7 +39,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path, **changes: Any) -> WorkerOptions:
     values: dict[str, Any] = {
         "role": Role.DECODE, "model": model, "mode": Mode.TPLA, "groups": None, "kv_format": None,
-        "scatter_output": False, "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu",
+        "scatter_output": None, "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu",
         "fault": None,
         "sglang_arguments": ("--tp-size", "2"),
     }  # fmt: skip
@@ -49,6 +49,21 @@ def options(model: Path, **changes: Any) -> WorkerOptions:
 def test_groups_come_from_the_checkpoint_and_rows_are_fp8(converted: Path) -> None:
     config = configure(options(converted))
     assert config.groups == 2 and config.kv_format is KVFormat.FP8
+
+
+@pytest.mark.parametrize(
+    ("changes", "scatters"),
+    [
+        ({}, True),
+        ({"scatter_output": False}, False),
+        ({"mode": Mode.SNAPMLA}, False),
+        ({"role": Role.PREFILL}, False),
+    ],
+)
+def test_latent_groups_are_added_up_before_o_proj_unless_refused(
+    converted: Path, changes: dict[str, Any], scatters: bool
+) -> None:
+    assert configure(options(converted, **changes)).scatter_output is scatters
 
 
 @pytest.mark.parametrize(
