@@ -32,6 +32,7 @@ from tpla.convert.endpoint_tasks import (
     check_comparable,
     load_results,
 )
+from tpla.convert.eval_detail import Detail, evaluate_detail
 from tpla.convert.sliced_attention import DecodeSpec, Mode
 from tpla.core.latent_layout import KVFormat, describe_core
 
@@ -109,6 +110,34 @@ def _table(
         write_json(out, [asdict(row) for row in rows])
 
 
+@_eval_app.command("detail")
+def _detail(
+    model: _Model,
+    text: _Text,
+    mode: Annotated[Mode, typer.Option(help="attention of decode")] = Mode.TPLA,
+    kv_format: Annotated[KVFormat, typer.Option(help="format of the cache")] = KVFormat.FP8,
+    context: _Context = 2048,
+    prefill: Annotated[
+        int | None,
+        typer.Option(help="positions below it are prefilled exactly (default: half the context)"),
+    ] = None,
+    out: _Json = None,
+    max_tokens: _MaxTokens = 65536,
+    per_document: _PerDocument = False,
+    device: _Device = "cpu",
+    dtype: _Dtype = FloatType.FLOAT32,
+) -> None:
+    """Agreement by position and by the distance attended over, and the error of each layer."""
+    subject = evaluation.Subject(model, check_device(device), dtype.torch)
+    sequences = subject.sequences(text, context, max_tokens, per_document)
+    spec = subject.spec(mode, kv_format, context // 2 if prefill is None else prefill)
+    with progress_bar() as progress:
+        detail = evaluate_detail(subject, sequences, spec, progress)
+    _print_detail(detail)
+    if out is not None:
+        write_json(out, asdict(detail))
+
+
 @_eval_app.command("tasks")
 def _tasks(
     url: Annotated[
@@ -168,6 +197,24 @@ def _print_table(rows: Sequence[evaluation.EvalRow]) -> None:
             *(str(row.prefill), str(row.tokens)),
             *(f"{row.ppl:.4f}", f"{row.kl:.6f}", f"{row.top1:.4f}"),
         )
+    Console().print(table)
+
+
+def _print_detail(detail: Detail) -> None:
+    for title, ranges in (
+        ("position", detail.by_position),
+        ("distance attended over, tokens", detail.by_distance),
+    ):
+        table = Table(title, "tokens", "KL", "top-1", box=SIMPLE)
+        for each in ranges:
+            table.add_row(
+                f"{each.start} to {each.stop - 1}", str(each.tokens),
+                f"{each.kl:.6f}", f"{each.top1:.4f}",
+            )  # fmt: skip
+        Console().print(table)
+    table = Table("layer", "error of attention's output over its energy", box=SIMPLE)
+    for layer, error in enumerate(detail.layer_errors):
+        table.add_row(str(layer), f"{error:.6f}")
     Console().print(table)
 
 

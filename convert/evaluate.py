@@ -37,7 +37,7 @@ from tpla.core.checkpoint import (
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan
 
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
 """Positions whose logits over the whole vocabulary are in memory together."""
 
 UNCONVERTED = "none"
@@ -216,18 +216,27 @@ def evaluate_specs(
         ConfigError: no sequence is longer than what a spec does not score.
     """
     for spec in specs:
-        if not any(ids.shape[0] > spec.first_scored + 1 for ids in sequences):
-            raise ConfigError(
-                f"prefill={spec.prefill}, scored from {spec.first_scored}, leaves nothing to "
-                f"score: the longest sequence has {max(ids.shape[0] for ids in sequences)} tokens; "
-                "lower --prefill or --score-from, or give more text"
-            )
+        check_scorable(sequences, spec)
     exact, others = _hidden_states(subject, sequences, specs, progress)
     scores = score_states(subject.model, sequences, specs, exact, others)
     return [
         _row(subject.method, subject.alignment, spec, score, context)
         for spec, score in zip(specs, scores, strict=True)
     ]
+
+
+def check_scorable(sequences: Sequence[torch.Tensor], spec: DecodeSpec) -> None:
+    """Refuse a text that ``spec`` leaves nothing to score of.
+
+    Raises:
+        ConfigError: no sequence is longer than what the spec does not score.
+    """
+    if not any(ids.shape[0] > spec.first_scored + 1 for ids in sequences):
+        raise ConfigError(
+            f"prefill={spec.prefill}, scored from {spec.first_scored}, leaves nothing to "
+            f"score: the longest sequence has {max(ids.shape[0] for ids in sequences)} tokens; "
+            "lower --prefill or --score-from, or give more text"
+        )
 
 
 def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
@@ -362,8 +371,8 @@ def _score_sequence(
 ) -> None:
     last = ids_T.shape[0] - 1
     targets_T = ids_T[1:].to(exact_TE.device)
-    for start in range(min(spec.first_scored for spec in specs), last, _ROWS_AT_ONCE):
-        stop = min(start + _ROWS_AT_ONCE, last)
+    for start in range(min(spec.first_scored for spec in specs), last, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, last)
         exact_TV = head(exact_TE[start:stop]).float().log_softmax(-1)
         for spec, state_TE, score in zip(specs, states, scores, strict=True):
             first = max(start, spec.first_scored)

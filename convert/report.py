@@ -63,6 +63,21 @@ TABLE_2 = (("DeepSeek-V2-Lite", 28.90, 24.44), ("DeepSeek-V3", 58.19, 56.04))
 """LongBench average of MLA, and of TPLA with two groups after an exact prefill."""
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """One file of ``tpla.benchmarks.accuracy``.
+
+    Attributes:
+        rows: one for each plan and variant.
+        model: name of the checkpoint that was converted.
+        note: what the file's header says about the run; empty where it says nothing.
+    """
+
+    rows: list[dict[str, Any]]
+    model: str
+    note: str = ""
+
+
 @dataclass
 class Findings:
     """What the page is made of; every part may be absent.
@@ -70,13 +85,13 @@ class Findings:
     Attributes:
         manifests: of converted checkpoints, by name.
         evaluations: rows of ``tpla eval table``, by name.
-        sweeps: rows of ``tpla.benchmarks.accuracy``, by name.
+        sweeps: results of ``tpla.benchmarks.accuracy``, by name.
         tasks: answers of endpoints, by name.
     """
 
     manifests: dict[str, Manifest] = field(default_factory=dict)
     evaluations: dict[str, list[EvalRow]] = field(default_factory=dict)
-    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
     tasks: dict[str, list[EndpointResult]] = field(default_factory=dict)
 
     def read(self, folder: Path) -> None:
@@ -88,7 +103,7 @@ class Findings:
         for path in sorted(folder.glob("eval_*.json")):
             self.evaluations[path.stem] = read_rows(path)
         for path in sorted(folder.glob("accuracy_*.json")):
-            self.sweeps[path.stem] = _load(path)["rows"]
+            self.sweeps[path.stem] = read_sweep(path)
         for path in sorted(folder.glob("tasks_*.json")):
             self.tasks[path.stem] = load_results(path)
 
@@ -109,6 +124,22 @@ def read_rows(path: Path) -> list[EvalRow]:
         ) from error
 
 
+def read_sweep(path: Path) -> Sweep:
+    """What ``tpla.benchmarks.accuracy --json`` wrote.
+
+    Raises:
+        ConfigError: the file does not hold it.
+    """
+    document = _load(path)
+    try:
+        note = document["header"].get("note", "")
+        return Sweep(document["rows"], document["model"], note)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} holds no result of tpla.benchmarks.accuracy ({error}); write it again"
+        ) from error
+
+
 def write_report(folder: Path, findings: Findings) -> Path:
     """Write the page and its pictures into ``folder``; returns the page's path.
 
@@ -123,9 +154,10 @@ def write_report(folder: Path, findings: Findings) -> Path:
         raise ConfigError("nothing to report; give --model, and --text or --results")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in findings.sweeps.items():
-            draw_error_against_bytes(rows, folder / f"{name}.png")
-            parts += [f"## Error against bytes: {name}", f"![KL]({name}.png)", _sweep(rows)]
+        for name, sweep in findings.sweeps.items():
+            draw_error_against_bytes(sweep.rows, folder / f"{name}.png")
+            parts += [f"## Error against bytes: {name}", _measured_on(sweep)]
+            parts += [f"![KL]({name}.png)", _sweep(sweep.rows)]
         for name, manifest in findings.manifests.items():
             draw_spectrum(manifest, folder / f"spectrum-{name}.png")
             parts += [f"## Spectrum: {name}", _described(manifest)]
@@ -200,6 +232,15 @@ def _answers(name: str, results: Sequence[EndpointResult]) -> list[str]:
     ]
 
 
+def _measured_on(sweep: Sweep) -> str:
+    first = sweep.rows[0]
+    text = (
+        f"Model: {sweep.model}. {first['tokens']} tokens scored, context {first['context']}, "
+        f"after an exact prefill of {first['prefill']}."
+    )
+    return f"{text}\n\nOf the run: {sweep.note}" if sweep.note else text
+
+
 def _sweep(rows: Sequence[dict[str, Any]]) -> str:
     columns = [
         "groups",
@@ -224,8 +265,19 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
         if asked:
             cells += [f"{row[kind]:.1%} of {row[f'exact_{kind}']:.1%}" for kind in _ASKED]
         lines.append(cells)
-    table = _table(columns, lines)
-    return f"{table}\n\n{_questions(rows[0])}" if asked else table
+    parts = [_table(columns, lines), *_divisions(rows)]
+    return "\n\n".join([*parts, _questions(rows[0])] if asked else parts)
+
+
+def _divisions(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Core dims layer by layer of the plans that a table names by their bounds."""
+    divided = {
+        (row["groups"], tuple(row["core_dims"])): None
+        for row in rows
+        if isinstance(row["core_dims"], list)
+    }
+    plans = [f"{groups} groups {','.join(map(str, core))}" for groups, core in divided]
+    return [f"Core dims by layer: {'; '.join(plans)}."] if plans else []
 
 
 def _questions(row: dict[str, Any]) -> str:

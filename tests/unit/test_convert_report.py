@@ -75,6 +75,7 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
         {
             **{"groups": 2, "core_dims": core, "row_bytes": 132, "row_share": 0.673, "top1": 0.95},
             **{"method": "pca", "alignment": alignment, "kl": kl},
+            **{"tokens": 3066, "context": 1024, "prefill": 512},
         }
         for core, alignment, kl in ((0, "none", 0.018), (0, "values", 0.012), ([0, 32], "none", 1))
     ]
@@ -84,8 +85,10 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     ]
     asked = {"questions": 100, "recall_distance": 3000, "exact_recall": 1.0, "recall": 0.99}
     asked |= {"exact_tasks": 0.995, "tasks": 0.98, "exact_ppl": 2.0, "ppl": 2.002}
-    (tmp_path / "accuracy_x.json").write_text(json.dumps({"rows": sweep}))
-    (tmp_path / "accuracy_y.json").write_text(json.dumps({"rows": [sweep[0] | asked]}))
+    whole = {"header": {}, "model": "embedded", "rows": sweep}
+    cut = {"header": {"note": "cut short"}, "model": "large", "rows": [sweep[0] | asked]}
+    (tmp_path / "accuracy_x.json").write_text(json.dumps(whole))
+    (tmp_path / "accuracy_y.json").write_text(json.dumps(cut))
     document = {"endpoints": [asdict(result) for result in results]}
     (tmp_path / "tasks_x.json").write_text(json.dumps(document))
     findings = Findings()
@@ -93,6 +96,11 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     page = write_report(tmp_path / "out", findings).read_text()
     assert "| 2 | 0 | pca | values | 132 | 67.3% | 0.01200 | 95.00% |" in page
     assert "| 2 | 0..32 | pca | none |" in page
+    assert "Core dims by layer: 2 groups 0,32." in page
+    assert "Model: embedded. 3066 tokens scored, context 1024" in page
+    x, y = page.index("bytes: accuracy_x"), page.index("bytes: accuracy_y")
+    assert x < page.index("Model: embedded") < y < page.index("Model: large")
+    assert page.index("Of the run: cut short") > y and page.count("Of the run") == 1
     assert "| 95.00% | 1.00100 | 99.0% of 100.0% | 98.0% of 99.5% |" in page
     assert "100 held-out questions over 3000 tokens" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
@@ -108,6 +116,10 @@ def test_nothing_to_report_and_foreign_files_are_refused(
     (tmp_path / "eval_x.json").write_text('[{"mode": "mla"}]')
     assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
     assert "eval_x.json holds no rows" in capsys.readouterr().err
+    (tmp_path / "eval_x.json").unlink()
+    (tmp_path / "accuracy_x.json").write_text("[]")
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
+    assert "accuracy_x.json holds no result" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
