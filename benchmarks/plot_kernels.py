@@ -71,6 +71,7 @@ def draw_peers(axes: Axes, rows: list[dict[str, Any]]) -> None:
     ]
     axes.set_xticks(place, labels, fontsize=7)
     axes.set_ylabel("µs")
+    axes.margins(y=0.25)  # room for the legend above the bars
     axes.set_title(f"DeepSeek-V3, {chosen[0]['batch']} x {chosen[0]['context'] // 1024}K tokens")
     axes.legend(fontsize=7)
 
