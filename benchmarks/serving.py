@@ -128,7 +128,7 @@ def measure_system(system: ServingSystem, plan: Plan, directory: Path, report: R
         for context in plan.contexts:
             for asked in plan.batches:
                 row = _row(system, plan, layers, context, asked, capacity)
-                if _fill(row, plan, url):
+                if _fill(row, system, plan, url):
                     report.add(row)
     finally:
         supervisor.stop()
@@ -146,9 +146,9 @@ def _row(
     )  # fmt: skip
 
 
-def _fill(row: Row, plan: Plan, url: str) -> bool:
+def _fill(row: Row, system: ServingSystem, plan: Plan, url: str) -> bool:
     """Measure a row; False where the system's memory does not hold it."""
-    if row.batch * row.context > row.max_total_tokens * row.dp * row.dcp:
+    if row.batch * row.context > row.max_total_tokens * system.pools:
         _console.print(f"{row.system}: {row.batch} x {row.context} tokens do not fit")
         return False
     if plan.role is Role.PREFILL:

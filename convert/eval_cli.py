@@ -55,6 +55,8 @@ _Context = Annotated[int, typer.Option(help="tokens of a sequence")]
 _Json = Annotated[Path | None, typer.Option("--json", help="write the result here")]
 _MaxTokens = Annotated[int, typer.Option(help="tokens of text at most")]
 _PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)]
+_Mode = Annotated[Mode, typer.Option(help="attention of decode")]
+_KVFormat = Annotated[KVFormat, typer.Option(help="format of the cache")]
 _Device = Annotated[str, typer.Option(help="where to compute")]
 _Dtype = Annotated[FloatType, typer.Option(help="dtype in which to compute")]
 
@@ -63,8 +65,8 @@ _Dtype = Annotated[FloatType, typer.Option(help="dtype in which to compute")]
 def _ppl(
     model: _Model,
     text: _Text,
-    mode: Annotated[Mode, typer.Option(help="attention of decode")] = Mode.TPLA,
-    kv_format: Annotated[KVFormat, typer.Option(help="format of the cache")] = KVFormat.FP32,
+    mode: _Mode = Mode.TPLA,
+    kv_format: _KVFormat = KVFormat.FP32,
     context: _Context = 2048,
     prefill: Annotated[
         int, typer.Option(help="positions below it are prefilled exactly and not scored")
@@ -114,8 +116,8 @@ def _table(
 def _detail(
     model: _Model,
     text: _Text,
-    mode: Annotated[Mode, typer.Option(help="attention of decode")] = Mode.TPLA,
-    kv_format: Annotated[KVFormat, typer.Option(help="format of the cache")] = KVFormat.FP8,
+    mode: _Mode = Mode.TPLA,
+    kv_format: _KVFormat = KVFormat.FP8,
     context: _Context = 2048,
     prefill: Annotated[
         int | None,

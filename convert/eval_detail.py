@@ -19,7 +19,13 @@ import torch
 from torch import nn
 
 from tpla.convert.calibrate import advance
-from tpla.convert.evaluate import ROWS_AT_ONCE, Subject, advance_decoded, check_scorable
+from tpla.convert.evaluate import (
+    ROWS_AT_ONCE,
+    Subject,
+    advance_decoded,
+    check_scorable,
+    divergence,
+)
 from tpla.convert.hidden_states import MEMORY_BYTES, HiddenStates
 from tpla.convert.layers import LayeredModel
 from tpla.convert.sliced_attention import (
@@ -142,7 +148,7 @@ class _Scored:
 
     def range(self, chosen_T: torch.Tensor, start: int, stop: int) -> Range:
         tokens = int(chosen_T.sum())
-        kl, agreed = self.kl_T[chosen_T].double(), self.agreed_T[chosen_T].double()
+        kl, agreed = self.kl_T[chosen_T], self.agreed_T[chosen_T].double()
         return Range(start, stop, tokens, float(kl.mean()), float(agreed.mean()))
 
 
@@ -160,8 +166,7 @@ def _score(
             rows = slice(start, min(start + ROWS_AT_ONCE, last))
             exact_TV = head(exact_TE[rows]).float().log_softmax(-1)
             own_TV = head(decoded_TE[rows]).float().log_softmax(-1)
-            kl_T = (exact_TV.exp() * (exact_TV - own_TV)).sum(-1)
-            agreed_T = exact_TV.argmax(-1) == own_TV.argmax(-1)
+            kl_T, agreed_T = divergence(exact_TV, own_TV)
             position_T = torch.arange(rows.start, rows.stop, device=kl_T.device)
             parts.append((position_T, distance_T[rows], kl_T, agreed_T))
     return _Scored(*(torch.cat(column) for column in zip(*parts, strict=True)))

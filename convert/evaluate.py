@@ -280,8 +280,18 @@ class Score:
         """Add positions given their log-probabilities and the tokens that followed."""
         self.tokens += targets_T.shape[0]
         self.nll -= float(approximate_TV.gather(1, targets_T[:, None]).double().sum())
-        self.kl += float((exact_TV.exp() * (exact_TV - approximate_TV)).sum(dtype=torch.float64))
-        self.agreed += float((exact_TV.argmax(1) == approximate_TV.argmax(1)).sum())
+        kl_T, agreed_T = divergence(exact_TV, approximate_TV)
+        self.kl += float(kl_T.sum())
+        self.agreed += float(agreed_T.sum())
+
+
+def divergence(
+    exact_TV: torch.Tensor, approximate_TV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each position, from log-probabilities: KL(exact || this) in float64 nats, and whether both
+    find the same token most likely."""
+    kl_T = (exact_TV.exp() * (exact_TV - approximate_TV)).sum(-1, dtype=torch.float64)
+    return kl_T, exact_TV.argmax(-1) == approximate_TV.argmax(-1)
 
 
 def score_states(

@@ -23,6 +23,7 @@ from tpla.kernels.hopper_tiles import (
     softmax,
     start_logits,
     token_scales,
+    weights_as_fp8,
 )
 
 # 64 tokens of 32 pairs of columns, as ldmatrix brings them when it transposes pairs.
@@ -144,10 +145,7 @@ def convert(
 def _as_operand(weight, OPERAND: gl.constexpr, FP8_VALUES: gl.constexpr):
     """P' as the left operand of P V, without moving data between threads."""
     if FP8_VALUES:
-        p = weight.to(gl.float8e4nv)
-        p = p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2])
-        p = p.permute([0, 1, 3, 2, 4]).reshape(weight.shape)
-        return gl.convert_layout(p, OPERAND, assert_trivial=True)
+        return gl.convert_layout(weights_as_fp8(weight), OPERAND, assert_trivial=True)
     else:
         return gl.convert_layout(weight.to(gl.float16), OPERAND)
 

@@ -169,3 +169,15 @@ def softmax(
     own = gl.convert_layout(own, QUARTERS, assert_trivial=True)
     total = total * gl.convert_layout(decay, gl.SliceLayout(1, QUARTERS))[:, None] + own
     return p * k_scale[None, :], decay, top, new_ref, total
+
+
+@gluon.jit
+def weights_as_fp8(weight):
+    """P' rounded to FP8, tokens of each 16 (bits t3 t2 t1 t0) at positions (t2 t1 t3 t0).
+
+    So a thread, which holds two neighbours of either eight, has four bytes that follow each other:
+    an operand of the FP8 product as it lies in registers, and a word of shared memory. Values come
+    in the same order.
+    """
+    p = weight.to(gl.float8e4nv).reshape([weight.shape[0], weight.shape[1] // 16, 2, 4, 2])
+    return p.permute([0, 1, 3, 2, 4]).reshape(weight.shape)

@@ -40,6 +40,7 @@ from tpla.kernels.hopper_tiles import (
     softmax,
     start_logits,
     token_scales,
+    weights_as_fp8,
 )
 
 
@@ -71,19 +72,11 @@ def _clear_unused(words_s, valid):
 
 @gluon.jit
 def _hand_over(weight, decay, weight_buf, factor_s, first_chunk, FP8_VALUES: gl.constexpr):
-    """P' of a tile, and the factor of what was accumulated before, into shared memory.
-
-    In FP8, tokens of each 16 (bits t3 t2 t1 t0) lie at positions (t2 t1 t3 t0): a thread then has
-    four bytes that follow each other, and values arrive in that order (:func:`_columns_as_fp8`).
-    """
+    """P' of a tile, and the factor of what was accumulated before, into shared memory."""
     M: gl.constexpr = weight.shape[0]
     K: gl.constexpr = weight.shape[1]
     CHUNKS: gl.constexpr = K // weight_buf.shape[2]
-    if FP8_VALUES:
-        p = weight.to(gl.float8e4nv).reshape([M, K // 16, 2, 4, 2])
-        p = p.permute([0, 1, 3, 2, 4]).reshape(weight.shape)
-    else:
-        p = weight.to(gl.float16)
+    p = weights_as_fp8(weight) if FP8_VALUES else weight.to(gl.float16)
     if CHUNKS == 1:
         weight_buf.index(first_chunk).store(p)
     else:
@@ -200,7 +193,8 @@ def _columns_as_fp16(pairs):
 
 @gluon.jit
 def _columns_as_fp8(pairs):
-    """Pairs of columns as bytes, a row a column; tokens in the order of :func:`_hand_over`.
+    """Pairs of columns as bytes, a row a column; tokens in the order of
+    :func:`weights_as_fp8`.
 
     A thread has two neighbouring tokens of either eight of each 16; it regroups the bytes of four
     such registers, of two times 16 tokens (t4), by column.
