@@ -214,9 +214,9 @@ def fetch_bench(case: KernelCase) -> Bench:
     return Bench("fetch_latents", case, size, sets, lambda i: call(fetch_latents, i), check)
 
 
-def pointers(buffers: torch.Tensor) -> torch.Tensor:
-    """Address of each layer's buffer."""
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
+def pointers(buffers: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """Address of each layer's buffer, on its device."""
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], device=buffers[0].device)
 
 
 def page_sets(sets: int, pages: int) -> torch.Tensor:

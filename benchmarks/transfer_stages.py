@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tpla.benchmarks.helper_kernels import pointers
 from tpla.benchmarks.kernel_timing import graph_us
 from tpla.core.latent_layout import CacheLayout
 from tpla.kernels.gather_pages import prepare_gather_pages
@@ -37,12 +38,12 @@ def kernel_stages(pool: Any, layout: CacheLayout, pages: int) -> list[dict[str, 
     """Gather, digest and scatter of ``pages`` pages on the device of a prefill pool."""
     device, tokens = pool.kv_buffer[0].device, pages * pool.page_size
     (run,) = layout.runs
-    pointer_Y = _pointers(pool.kv_buffer)
+    pointer_Y = pointers(pool.kv_buffer)
     rows_YTB = torch.empty(run.shape(tokens), dtype=torch.uint8, device=device)
     word_W = rows_YTB.view(-1).view(torch.int64)
     digest_1 = torch.zeros(1, dtype=torch.int64, device=device)
     target = [torch.empty_like(rows_YTB[0]) for _ in run.layers]
-    target_Y, page_N = _pointers(target), torch.randperm(pages, device=device)
+    target_Y, page_N = pointers(target), torch.randperm(pages, device=device)
     dtype, size = pool.kv_buffer[0].dtype, pool.page_size
     launches = {
         "gather": prepare_gather_pages(pointer_Y, dtype, page_N, size, run.layout, rows_YTB),
@@ -101,8 +102,3 @@ def _host_us(launch: PreparedLaunch) -> float:
         launch()
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds) * 1e6
-
-
-def _pointers(buffers: list[torch.Tensor]) -> torch.Tensor:
-    addresses = [buffer.data_ptr() for buffer in buffers]
-    return torch.tensor(addresses, dtype=torch.int64, device=buffers[0].device)
