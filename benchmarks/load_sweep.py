@@ -82,12 +82,15 @@ class Row:
     goodput_requests_per_s: float
 
 
+class GeneratorFailed(RuntimeError):
+    """SGLang's generator ended with an error, or not in time."""
+
+
 def send(load: Load, model: str, rate: float) -> dict[str, Any]:
     """Run SGLang's generator at one rate; returns its report with each request's times.
 
     Raises:
-        subprocess.CalledProcessError: it failed; its output was shown.
-        subprocess.TimeoutExpired: it did not end in time.
+        GeneratorFailed: it failed, or did not end in ``load.timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
@@ -100,10 +103,15 @@ def send(load: Load, model: str, rate: float) -> dict[str, Any]:
             *("--request-rate", str(rate), "--seed", str(load.seed), "--disable-tqdm"),
             *("--output-details", "--output-file", str(report)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=load.timeout)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=load.timeout)
+        except subprocess.TimeoutExpired as error:
+            raise GeneratorFailed(
+                f"{rate:g} requests a second took more than {load.timeout:g} s; raise the time-out"
+            ) from error
         if done.returncode or not report.is_file():
-            print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
-            raise subprocess.CalledProcessError(done.returncode or 1, command)
+            output = done.stdout[-3000:] + done.stderr[-3000:]
+            raise GeneratorFailed(f"the generator ended with status {done.returncode}:\n{output}")
         found: dict[str, Any] = json.loads(report.read_text().splitlines()[-1])
         return found
 

@@ -1,7 +1,8 @@
 """Checkpoint folders without weights: true shapes, timed with ``--load-format dummy``.
 
 ``benchmarks/configs`` holds DeepSeek-V3 and Kimi-K2 with every mixture of experts replaced by its
-shared expert (the TPLA paper's timing set-up) and DeepSeek-V2-Lite whole.
+shared expert (the TPLA paper's timing set-up) and DeepSeek-V2-Lite whole. Their tokenizer, where
+text is sent, has one word for each token: a text has as many tokens as words.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.errors import ConfigError
@@ -54,3 +59,19 @@ def write_timing_model(name: str, groups: int, directory: Path, layers: int | No
         plan = ModelPlan(config["kv_lora_rank"], groups, (0,) * config["num_hidden_layers"])
         Manifest(plan, "identity", "one", scales, [], mark, mark).save(folder)
     return folder
+
+
+def write_timing_tokenizer(model: Path) -> None:
+    """Give a timing model a tokenizer of its vocabulary's size, and a chat template that adds
+    nothing."""
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    # No special token may be the beginning of a word: it would be cut off.
+    special = {"<unknown>": 0, "<end>": 1}
+    words = special | {f"w{index}": index for index in range(len(special), size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unknown>", eos_token="<end>"
+    )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(model)

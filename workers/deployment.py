@@ -53,6 +53,13 @@ class DeploymentOptions:
     calibration: Path | None
     gpus: int
     sglang_arguments: tuple[str, ...] = ()
+    prefill_arguments: tuple[str, ...] = ()
+    decode_arguments: tuple[str, ...] = ()
+
+    def arguments_of(self, role: Role) -> tuple[str, ...]:
+        """Flags that ``tpla launch`` passes on to each worker of a role."""
+        own = self.prefill_arguments if role is Role.PREFILL else self.decode_arguments
+        return (*self.sglang_arguments, *own)
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ def _worker(
         # --nccl-port, where its ranks meet: workers that start together must not choose the same.
         *("--port", str(port), "--nccl-port", str(ranks_port), "--tp-size", str(tp_size)),
         *extra,
-        *options.sglang_arguments,
+        *options.arguments_of(role),
     ]
     return ProcessPlan(f"{role.value}-{index}", tuple(command), f"http://127.0.0.1:{port}/health")
 

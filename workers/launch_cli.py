@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def launch() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        epilog="Every other flag is passed to each worker as SGLang's own.",
+        epilog="Every other flag is passed to each worker, as are those of --prefill-flags and "
+        "--decode-flags to each of one role: tpla worker's own, or SGLang's.",
     )(_launch)
     try:
         app()
@@ -64,6 +66,12 @@ def _launch(
     transfer_timeout: Annotated[float, typer.Option(help="seconds, any wait of a migration")] = 30,
     prefill_tp: Annotated[int, typer.Option(help="ranks of one prefill worker")] = 1,
     decode_tp: Annotated[int, typer.Option(help="ranks of one decode worker")] = 2,
+    prefill_flags: Annotated[
+        str, typer.Option(help="flags for prefill workers alone, quoted as one")
+    ] = "",
+    decode_flags: Annotated[
+        str, typer.Option(help="flags for decode workers alone, quoted as one")
+    ] = "",
     device: Annotated[
         str, typer.Option(help="auto, cuda or cpu; auto takes GPUs where there are any")
     ] = "auto",
@@ -97,6 +105,8 @@ def _launch(
         calibration=calibration,
         gpus=gpu_count() if resolve_device(device) == "cuda" else 0,
         sglang_arguments=tuple(context.args),
+        prefill_arguments=tuple(shlex.split(prefill_flags)),
+        decode_arguments=tuple(shlex.split(decode_flags)),
     )
     plan = plan_deployment(options)
     _convert(options, plan)

@@ -195,6 +195,19 @@ def test_cores_of_many_layers_do_not_make_a_name_that_no_folder_can_have(tmp_pat
     assert len(folder(many[0]).name) < 60 and folder(many[0]) != folder(many[1])
 
 
+def test_flags_reach_the_workers_of_their_role(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {
+        "sglang_arguments": ("--page-size", "1"),
+        "prefill_arguments": ("--attention-backend", "triton"),
+        "decode_arguments": ("--no-scatter-output",),
+    }
+    for worker in plan_deployment(deployment(tmp_path, **flags)).workers:
+        prefills = worker.name.startswith("prefill")
+        assert "--page-size" in worker.command
+        assert ("--attention-backend" in worker.command) is prefills
+        assert ("--no-scatter-output" in worker.command) is not prefills
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 are visible"):
         plan_deployment(deployment(tmp_path, gpus=4))
