@@ -25,6 +25,7 @@ from rich.table import Table
 
 from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
+from tpla.core.config.environment import put
 
 _console = Console(highlight=False)
 _METRICS = ("ttft", "tpot", "itl")
@@ -92,6 +93,8 @@ def send(load: Load, model: str, rate: float) -> dict[str, Any]:
     Raises:
         GeneratorFailed: it failed, or did not end in ``load.timeout`` seconds.
     """
+    # The tokenizer is a folder; without a network transformers asks the hub for 47 s nevertheless.
+    put({"HF_HUB_OFFLINE": "1"}, override=False)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
         command = [

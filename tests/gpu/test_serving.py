@@ -54,7 +54,8 @@ class Decode:
     extra: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        kind = f"{self.mode}-g{self.groups}-{self.kv_format}-tp{self.tp}-{self.transfer}"
+        core = "" if self.core == "0" else f"-core{self.core.replace(',', '-')}"
+        kind = f"{self.mode}-g{self.groups}{core}-{self.kv_format}-tp{self.tp}-{self.transfer}"
         return kind + "".join(self.extra)
 
     @property
@@ -70,6 +71,7 @@ DECODES = (
     Decode("tpla", 2, "0", "fp8", 2),
     Decode("tpla", 2, "32", "bf16", 2),
     Decode("tpla", 2, "32", "fp8", 2, extra=("--no-scatter-output",)),
+    Decode("tpla", 2, "0,0,0,32,64,96", "fp8", 2),
     Decode("tpla", 4, "32", "fp8", 4),
     # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
     Decode("snapmla", 1, "0", "fp8", 1, "nccl", first_gpu=1),
@@ -91,9 +93,11 @@ def fleet(
     conversions: Conversions,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Started]:
-    wanted = [d for d in DECODES if d.transfer == request.param and d.gpus <= GPUS]
+    names = request.config.getoption("--decodes", default="").split(",")
+    asked = [d for d in DECODES if any(name in str(d) for name in names)]
+    wanted = [d for d in asked if d.transfer == request.param and d.gpus <= GPUS]
     if not wanted:
-        pytest.skip(f"{request.param} between GPUs needs two of them")
+        pytest.skip(f"no decode worker over {request.param} was asked for that {GPUS} GPUs hold")
     models = {d: conversions.of(REFERENCE_MODEL, max(d.groups, 2), d.core) for d in wanted}
     transfer = ("--transfer", request.param)
     with worker_set(tmp_path_factory.mktemp("logs")) as start:
