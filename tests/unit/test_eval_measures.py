@@ -89,6 +89,7 @@ def test_p_v_in_fp8_costs_a_little_more(rows: dict[Any, EvalRow], prefill: int) 
         row, rounded = rows[mode, prefill, "fp8"], rows[f"{mode} pv-fp8", prefill, "fp8"]
         assert 0 < abs(rounded.kl - row.kl) < rows["mla", prefill, "fp8"].kl
         assert abs(rounded.top1 - row.top1) < 0.1
+    assert rows["mla pv-fp8", prefill, "fp8"].kl > rows["mla", prefill, "fp8"].kl
 
 
 def test_what_is_sliced_can_be_told_apart(rows: dict[Any, EvalRow]) -> None:
