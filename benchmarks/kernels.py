@@ -88,6 +88,8 @@ def sweep(case: KernelCase) -> list[DecodeTiling]:
     if case.heads > 64 and not wide:
         shapes.append((128, 8, 1))
         found.append(replace(base, block_rows=64))
+    if case.fp8_weights:  # of the Hopper kernel alone
+        return found
     for block_rows, num_warps, per_sm in shapes:
         for stages in (2, 3, 4):
             tiling = replace(base, hopper=False, block_rows=block_rows, num_warps=num_warps)

@@ -45,6 +45,7 @@ class ServingSystem:
 
 
 _PREFILL = ("--page-size", "64", "--dtype", "bfloat16")
+_PV_FP8 = ("--pv-format", "fp8")
 _FLASHMLA = ("--attention-backend", "flashmla", "--page-size", "64", "--dtype", "bfloat16")
 SYSTEMS = (
     ServingSystem("sglang-bf16", 1, "bf16", flags=_FLASHMLA),
@@ -57,8 +58,10 @@ SYSTEMS = (
     ServingSystem(
         "tpla-fp8-no-scatter", 2, "fp8", tpla_mode="tpla", flags=("--no-scatter-output",)
     ),
+    ServingSystem("tpla-fp8-pv-fp8", 2, "fp8", tpla_mode="tpla", flags=_PV_FP8),
     ServingSystem("tpla-bf16", 2, "bf16", tpla_mode="tpla"),
     ServingSystem("snapmla", 1, "fp8", tpla_mode="snapmla"),
+    ServingSystem("snapmla-pv-fp8", 1, "fp8", tpla_mode="snapmla", flags=_PV_FP8),
 )
 BASELINE = "sglang-bf16"
 

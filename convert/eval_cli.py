@@ -34,7 +34,7 @@ from tpla.convert.endpoint_tasks import (
 )
 from tpla.convert.eval_detail import Detail, evaluate_detail
 from tpla.convert.sliced_attention import DecodeSpec, Mode
-from tpla.core.latent_layout import KVFormat, describe_core
+from tpla.core.latent_layout import KVFormat, PVFormat, describe_core
 
 _eval_app = typer.Typer(
     add_completion=False,
@@ -57,6 +57,7 @@ _MaxTokens = Annotated[int, typer.Option(help="tokens of text at most")]
 _PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)]
 _Mode = Annotated[Mode, typer.Option(help="attention of decode")]
 _KVFormat = Annotated[KVFormat, typer.Option(help="format of the cache")]
+_PVFormat = Annotated[PVFormat, typer.Option(help="how fp8 rows are added up")]
 _Device = Annotated[str, typer.Option(help="where to compute")]
 _Dtype = Annotated[FloatType, typer.Option(help="dtype in which to compute")]
 
@@ -67,6 +68,7 @@ def _ppl(
     text: _Text,
     mode: _Mode = Mode.TPLA,
     kv_format: _KVFormat = KVFormat.FP32,
+    pv_format: _PVFormat = PVFormat.FP16,
     context: _Context = 2048,
     prefill: Annotated[
         int, typer.Option(help="positions below it are prefilled exactly and not scored")
@@ -83,7 +85,7 @@ def _ppl(
     """Perplexity, KL from the exact model and top-1 agreement of one way to decode."""
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
     sequences = subject.sequences(text, context, max_tokens, per_document)
-    specs = [subject.spec(mode, kv_format, prefill, score_from)]
+    specs = [subject.spec(mode, kv_format, prefill, score_from, pv_format=pv_format)]
     (row,) = _measure(subject, sequences, specs, context)
     if out is not None:
         write_json(out, asdict(row))
@@ -118,6 +120,7 @@ def _detail(
     text: _Text,
     mode: _Mode = Mode.TPLA,
     kv_format: _KVFormat = KVFormat.FP8,
+    pv_format: _PVFormat = PVFormat.FP16,
     context: _Context = 2048,
     prefill: Annotated[
         int | None,
@@ -132,7 +135,8 @@ def _detail(
     """Agreement by position and by the distance attended over, and the error of each layer."""
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
     sequences = subject.sequences(text, context, max_tokens, per_document)
-    spec = subject.spec(mode, kv_format, context // 2 if prefill is None else prefill)
+    start = context // 2 if prefill is None else prefill
+    spec = subject.spec(mode, kv_format, start, pv_format=pv_format)
     with progress_bar() as progress:
         detail = evaluate_detail(subject, sequences, spec, progress)
     _print_detail(detail)

@@ -35,7 +35,7 @@ from tpla.core.checkpoint import (
     values_path,
 )
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ModelPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan, PVFormat
 
 ROWS_AT_ONCE = 256
 """Positions whose logits over the whole vocabulary are in memory together."""
@@ -63,6 +63,7 @@ class EvalRow:
         scored_from: predictions of positions from here on are scored.
         alignment: which decode weights were fitted, and used.
         sliced: what each group computes from its slice alone; see ``Sliced``.
+        pv_format: how FP8 rows are added up; files older than it have rows of fp16.
     """
 
     mode: str
@@ -79,6 +80,7 @@ class EvalRow:
     scored_from: int
     alignment: str
     sliced: str
+    pv_format: str = PVFormat.FP16.value
 
     @property
     def name(self) -> str:
@@ -88,6 +90,8 @@ class EvalRow:
             fields.append(self.sliced)
         elif self.mode == Mode.TPLA.value and self.alignment == UNALIGNED:
             fields.append("-align")
+        if self.pv_format != PVFormat.FP16.value:
+            fields.append(f"pv-{self.pv_format}")
         return " ".join(fields)
 
 
@@ -125,6 +129,7 @@ class Subject:
         scored_from: int | None = None,
         sliced: Sliced = Sliced.SOFTMAX,
         aligned: bool = True,
+        pv_format: PVFormat = PVFormat.FP16,
     ) -> DecodeSpec:
         """The decoding that the checkpoint's manifest describes, or plain MLA.
 
@@ -133,11 +138,11 @@ class Subject:
         """
         if mode is Mode.MLA:
             whole = ModelPlan(int(self.model.config.kv_lora_rank), 1, (0,) * self.model.layers)
-            return DecodeSpec(mode, whole, kv_format, prefill, scored_from)
+            return DecodeSpec(mode, whole, kv_format, prefill, scored_from, pv_format=pv_format)
         manifest = self._manifest()
         aligned = aligned and mode is Mode.TPLA and manifest.aligned
         return DecodeSpec(
-            mode, manifest.plan, kv_format, prefill, scored_from, aligned=aligned, sliced=sliced
+            mode, manifest.plan, kv_format, prefill, scored_from, aligned, sliced, pv_format
         )
 
     def scales(self, layer: int) -> list[list[float]] | None:
@@ -242,8 +247,9 @@ def check_scorable(sequences: Sequence[torch.Tensor], spec: DecodeSpec) -> None:
 def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
     """Rows of ``tpla eval table``: every mode, all decode and PD-separated, fp32 and fp8.
 
-    TPLA comes without its alignment, too, and, where there is no shared core, with a sliced norm.
-    All score the second half of the context, so that their figures compare.
+    TPLA comes without its alignment, too, and, where there is no shared core, with a sliced norm;
+    the two modes of FP8 rows that are served, MLA's being ``snapmla``, with P V in FP8, too. All
+    score the second half of the context, so that their figures compare.
     """
     scored_from = context // 2
     variants: list[tuple[Mode, Sliced, bool]] = [(mode, Sliced.SOFTMAX, True) for mode in Mode]
@@ -251,12 +257,17 @@ def table_specs(subject: Subject, context: int) -> list[DecodeSpec]:
         variants.append((Mode.TPLA, Sliced.SOFTMAX, False))
     if subject.manifest is not None and not any(subject.manifest.plan.core_dims):
         variants += [(Mode.TPLA, sliced, False) for sliced in (Sliced.NORM, Sliced.BOTH)]
-    return [
+    specs = [
         subject.spec(mode, kv_format, prefill, scored_from, sliced, aligned)
         for mode, sliced, aligned in variants
         for prefill in (0, scored_from)
         for kv_format in (KVFormat.FP32, KVFormat.FP8)
         if sliced is Sliced.SOFTMAX or kv_format is KVFormat.FP32
+    ]
+    return specs + [
+        subject.spec(mode, KVFormat.FP8, prefill, scored_from, pv_format=PVFormat.FP8)
+        for mode in (Mode.MLA, Mode.TPLA)
+        for prefill in (0, scored_from)
     ]
 
 
@@ -414,4 +425,5 @@ def _row(method: str, alignment: str, spec: DecodeSpec, score: Score, context: i
         scored_from=spec.first_scored,
         alignment=alignment if _uses_fitted(spec) else UNALIGNED,
         sliced=spec.sliced.value,
+        pv_format=spec.pv_format.value,
     )

@@ -39,9 +39,11 @@ from tpla.core.latent_layout import (
     KVFormat,
     LatentLayout,
     ModelPlan,
+    PVFormat,
     ShardPlan,
     describe_core,
 )
+from tpla.kernels.ref.blockwise_attention import blockwise_attention
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 
 _LOGITS_AT_ONCE = 2**24
@@ -79,10 +81,11 @@ class DecodeSpec:
         scored_from: an evaluation scores positions from here on; None: from ``prefill``.
         aligned: whether TPLA uses fitted value projections where the checkpoint has them.
         sliced: what is sliced; anything but the softmax is for TPLA in fp32 without a shared core.
+        pv_format: how FP8 rows are added up; fp16, which loses next to nothing, is not emulated.
 
     Raises:
-        ConfigError: MLA with groups, a negative prefill, exact positions that are scored, or a
-            sliced norm where there is none.
+        ConfigError: MLA with groups, a negative prefill, exact positions that are scored, a sliced
+            norm where there is none, or P V in FP8 over other rows.
     """
 
     mode: Mode
@@ -92,6 +95,7 @@ class DecodeSpec:
     scored_from: int | None = None
     aligned: bool = True
     sliced: Sliced = Sliced.SOFTMAX
+    pv_format: PVFormat = PVFormat.FP16
 
     def __post_init__(self) -> None:
         if self.sliced is not Sliced.SOFTMAX and (
@@ -108,6 +112,11 @@ class DecodeSpec:
             )
         if self.mode is Mode.MLA and self.plan.groups != 1:
             raise ConfigError(f"mla reads the whole latent; use groups=1, not {self.plan.groups}")
+        if self.pv_format is PVFormat.FP8 and self.kv_format is not KVFormat.FP8:
+            raise ConfigError(
+                f"pv_format=fp8 adds up fp8 rows, kv_format={self.kv_format.value}; "
+                "use kv_format=fp8 or pv_format=fp16"
+            )
         if self.prefill < 0:
             raise ConfigError(f"prefill={self.prefill} must be at least 0")
         if self.first_scored < self.prefill:
@@ -271,7 +280,6 @@ class SlicedAttention:
         """Share of one latent group, for all heads (GLA: for the group's heads)."""
         plan, mode = self.plan, self.spec.mode
         dims = rank_dims(plan, group).to(query_HQR.device)
-        latent_TW, rope_TD = self._rows(seen, group, dims)
         heads = slice(None)
         if mode is Mode.GLA:
             share = self.attention.num_heads // plan.groups
@@ -283,24 +291,32 @@ class SlicedAttention:
             if mode is Mode.TPLA:
                 scale_H = self.scales_HG[heads, group].to(query_HQR)
                 query_HQW[..., plan.core_dims :] *= scale_H[:, None, None]
-        context_HQW = attend(
-            query_HQW, seen.q_rope_HTD[heads, start:], latent_TW, rope_TD, self.attention.scaling
-        )
+        q_rope_HQD = seen.q_rope_HTD[heads, start:]
+        context_HQW = self._attend(query_HQW, q_rope_HQD, seen, group, dims)
         if self.values_GHWV is not None:
             return context_HQW @ self.values_GHWV[group].to(context_HQW)
         if mode is Mode.TPLA and group != CORE_VALUE_GROUP:
             context_HQW[..., : plan.core_dims] = 0
         return context_HQW @ w_uv_HVR[heads][..., dims].transpose(1, 2)
 
-    def _rows(
-        self, seen: Projected, group: int, dims_W: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents ``[T, W]`` and RoPE keys ``[T, D]`` of ``group``, as the cache returns them."""
-        rope, kv_format = self.attention.qk_rope_head_dim, self.spec.kv_format
-        layout = LatentLayout(self.plan, group, rope, kv_format)
+    def _attend(
+        self,
+        query_HQW: torch.Tensor,
+        q_rope_HQD: torch.Tensor,
+        seen: Projected,
+        group: int,
+        dims_W: torch.Tensor,
+    ) -> torch.Tensor:
+        """Weighted latents ``[H, Q, W]`` of ``group``, from rows as the cache returns them."""
+        rope, scaling = self.attention.qk_rope_head_dim, self.attention.scaling
+        layout = LatentLayout(self.plan, group, rope, self.spec.kv_format)
         packed = pack_rows(seen.latent_TR[:, dims_W], seen.rope_TD, layout)
-        latent_TW, rope_TD = unpack_rows(packed, layout)
-        return latent_TW.to(seen.latent_TR), rope_TD.to(seen.rope_TD)
+        if self.spec.pv_format is PVFormat.FP8:
+            q_latent_QHW, q_rope_QHD = query_HQW.transpose(0, 1), q_rope_HQD.transpose(0, 1)
+            out_QHW = blockwise_attention(q_latent_QHW, q_rope_QHD, packed, layout, scaling)
+            return out_QHW.transpose(0, 1).to(query_HQW)
+        latent_TW, rope_TD = (part.to(seen.latent_TR) for part in unpack_rows(packed, layout))
+        return attend(query_HQW, q_rope_HQD, latent_TW, rope_TD, scaling)
 
 
 def attend(

@@ -62,6 +62,16 @@ class KVFormat(str, Enum):
         return 4 if self is KVFormat.FP32 else 2
 
 
+class PVFormat(str, Enum):
+    """What decode rounds FP8 rows and their weights to where it adds them up (P V)."""
+
+    FP16 = "fp16"
+    """Values exactly, weights to 11 bits."""
+    FP8 = "fp8"
+    """Values as they are stored, weights times token scales to 4 bits, each 64 tokens with a scale
+    of their own (SnapMLA); faster on Hopper."""
+
+
 @dataclass(frozen=True)
 class ShardPlan:
     """How the rotated latent is divided among ``groups``.

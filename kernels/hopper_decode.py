@@ -42,6 +42,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tpla.core.errors import ConfigError
+from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.decode_call import DecodeCall
 from tpla.kernels.decode_workspace import DecodeTiling
 from tpla.kernels.hopper_partitions import consume, convert
@@ -52,6 +54,7 @@ _LN2 = 0.6931471805599453
 _BLOCK_TOKENS = 64
 _SHARED_BYTES = 227 * 1024
 _WIDTHS = (64, 128, 256, 512)
+_ROPES = (32, 64)
 _NARROW = 256
 """Widest latent that a consumer's registers hold 64 rows of."""
 
@@ -156,17 +159,40 @@ def reads_on_hopper(call: DecodeCall) -> bool:
         tiling.hopper
         and tiling.block_tokens == _BLOCK_TOKENS
         and tiling.block_rows in (64, 128)
-        and layout.has_scale
-        and call.q_scale_BQH is not None
-        and layout.latent_width in _WIDTHS
         and (layout.latent_width <= _NARROW or tiling.block_rows == 64)
-        and layout.qk_rope_head_dim in (32, 64)
-        and layout.rope_offset % 16 == 0
+        and call.q_scale_BQH is not None
         and call.allows_bulk_copies
         and call.q_latent_BQHL.data_ptr() % 16 == 0
         and call.q_rope_BQHD.data_ptr() % 16 == 0
-        and call.rows_SB.is_cuda
-        and torch.cuda.get_device_capability(call.rows_SB.device) == (9, 0)
+        and _reads_rows(layout, call.page_size, call.rows_SB.device)
+    )
+
+
+def require_fp8_values(layout: LatentLayout, page_size: int, device: torch.device) -> None:
+    """Refuse P V in FP8 for rows that only the Triton kernel could read, which has none.
+
+    Raises:
+        ConfigError: rows, pages or device are not those of the Hopper kernels.
+    """
+    if not _reads_rows(layout, page_size, device):
+        raise ConfigError(
+            f"P V in fp8 needs a Hopper GPU, pages of a multiple of {_BLOCK_TOKENS} tokens, and "
+            f"fp8 rows of {', '.join(map(str, _WIDTHS))} latent and {_ROPES[0]} or {_ROPES[1]} "
+            f"RoPE dims; these have {layout.latent_width} and {layout.qk_rope_head_dim}, pages of "
+            f"{page_size}, on {device}: use --pv-format fp16"
+        )
+
+
+def _reads_rows(layout: LatentLayout, page_size: int, device: torch.device) -> bool:
+    starts = (layout.row_bytes, layout.rope_offset, layout.scale_offset)
+    return (
+        layout.has_scale
+        and layout.latent_width in _WIDTHS
+        and layout.qk_rope_head_dim in _ROPES
+        and not any(start % 16 for start in starts)
+        and page_size % _BLOCK_TOKENS == 0
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
     )
 
 

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tpla.core.errors import ConfigError
 from tpla.kernels.decode_call import DecodeCall
 from tpla.kernels.dependent_launch import launches_dependents
 
@@ -218,8 +219,17 @@ def _decode_kernel(
 
 
 def triton_decode(call: DecodeCall) -> None:
-    """Write outputs of unsplit requests, and partial results of the others."""
+    """Write outputs of unsplit requests, and partial results of the others.
+
+    Raises:
+        ConfigError: P V is asked for in FP8.
+    """
     layout, workspace, tiling = call.layout, call.workspace, call.workspace.tiling
+    if tiling.fp8_values:
+        raise ConfigError(
+            "the Triton kernel, which this call's rows, pages or device need, has no P V in fp8; "
+            "use fp8_values=False"
+        )
     _, queries, heads, width = call.q_latent_BQHL.shape
     bulk = tiling.tma and call.allows_bulk_copies
     scaled = layout.has_scale

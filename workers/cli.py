@@ -10,6 +10,7 @@ import typer
 
 from tpla.core.config import Mode, Role
 from tpla.core.errors import TplaError
+from tpla.core.latent_layout import PVFormat
 from tpla.workers.launch import WorkerOptions, configure, serve
 
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -39,6 +40,12 @@ def _worker(
     kv_format: Annotated[
         str | None, typer.Option(help="decode rows: fp8, bf16 or fp32 (default fp8; mla: bf16)")
     ] = None,
+    pv_format: Annotated[
+        str,
+        typer.Option(
+            help="decode of fp8 rows: P V in fp16, or in fp8 as SnapMLA's, faster and less exact"
+        ),
+    ] = PVFormat.FP16.value,
     scatter_output: Annotated[
         bool | None,
         typer.Option(
@@ -71,6 +78,7 @@ def _worker(
         mode=mode,
         groups=groups,
         kv_format=kv_format,
+        pv_format=pv_format,
         scatter_output=scatter_output,
         transfer=transfer,
         transfer_timeout=transfer_timeout,

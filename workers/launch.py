@@ -37,6 +37,7 @@ class WorkerOptions:
     mode: Mode
     groups: int | None
     kv_format: str | None
+    pv_format: str
     scatter_output: bool | None
     transfer: str
     transfer_timeout: float
@@ -67,6 +68,7 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "mode": options.mode,
             "groups": groups,
             "kv_format": options.kv_format or ("bf16" if options.mode is Mode.MLA else "fp8"),
+            "pv_format": options.pv_format,
             "scatter_output": _scatters(options),
             # A worker alone does not know where its peers run.
             "transfer": choose_transfer(options.transfer, gpus_of_one_host=False),

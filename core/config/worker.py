@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tpla.core.config.environment import WORKER_CONFIG_VARIABLE, read
 from tpla.core.config.validation import Seconds, explain
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import KVFormat
+from tpla.core.latent_layout import KVFormat, PVFormat
 
 
 class Role(str, Enum):
@@ -81,6 +81,8 @@ class WorkerConfig(BaseModel):
     mode: Mode = Mode.TPLA
     groups: Annotated[int, Field(ge=1)] = 1
     kv_format: KVFormat = KVFormat.FP8
+    pv_format: PVFormat = PVFormat.FP16
+    """Decode of fp8 rows; other rows are added up in their own format."""
     scatter_output: bool = False
     """Decode in mode tpla: add up the latent groups before o_proj, whose weights are then held once
     and not by every group, for one more collective a layer."""
@@ -107,16 +109,25 @@ class WorkerConfig(BaseModel):
                 f"scatter_output adds up latent groups, of which mode {self.mode.value} has one; "
                 "leave --scatter-output out, or use mode tpla"
             )
+        if self.transfer is Transfer.NCCL and self.device != "cuda":
+            raise ValueError(
+                f"transfer nccl moves rows between GPUs, device={self.device}; "
+                "use --transfer zmq, or --device cuda"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _formats_fit(self) -> WorkerConfig:
         if self.mode is Mode.SNAPMLA and self.kv_format is not KVFormat.FP8:
             raise ValueError(f"mode snapmla is fp8, kv_format={self.kv_format.value}; use mode mla")
         if self.mode is Mode.MLA and self.kv_format is KVFormat.FP8:
             raise ValueError("mode mla is exact, kv_format=fp8; use bf16, fp32 or mode snapmla")
         if self.device == "cuda" and self.kv_format is KVFormat.FP32:
             raise ValueError("kv_format=fp32 is for --device cpu; on GPUs use bf16 or fp8")
-        if self.transfer is Transfer.NCCL and self.device != "cuda":
+        if self.pv_format is PVFormat.FP8 and self.kv_format is not KVFormat.FP8:
             raise ValueError(
-                f"transfer nccl moves rows between GPUs, device={self.device}; "
-                "use --transfer zmq, or --device cuda"
+                f"pv_format=fp8 adds up fp8 rows, kv_format={self.kv_format.value}; "
+                "leave --pv-format out, or use fp8 rows in mode tpla or snapmla"
             )
         return self
 

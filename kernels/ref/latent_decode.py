@@ -6,15 +6,12 @@ D RoPE dims, N block-table entries, S token slots, K cached tokens.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from tpla.core.latent_layout import LatentLayout
+from tpla.kernels.ref.blockwise_attention import LOG2E, weigh_blocks
 from tpla.kernels.ref.latent_attention import latent_attention
-from tpla.kernels.ref.latent_rows import unpack_rows
-
-_LOG2E = 1.4426950408889634
+from tpla.kernels.ref.latent_rows import stored_values, unpack_rows
 
 
 def latent_decode(
@@ -96,7 +93,6 @@ def blockwise_decode(
     softmax_scale: float,
     weight_dtype: torch.dtype,
     weight_range: float,
-    block_tokens: int = 64,
 ) -> torch.Tensor:
     """The recursion of :mod:`tpla.kernels.hopper_decode` for one request, in float64.
 
@@ -111,41 +107,12 @@ def blockwise_decode(
     Returns:
         out ``[Q, H, L]``, float64.
     """
-    values_KL, rope_KD, scale_K = _stored_values(rows_KB, layout)
-    queries, heads, width = q_latent_QHL.shape
+    values_KL, rope_KD, scale_K = (part.double() for part in stored_values(rows_KB, layout))
+    queries = len(q_latent_QHL)
     logits_QHK = q_latent_QHL.double() @ values_KL.T + q_rope_QHD.double() @ rope_KD.T
-    logits_QHK *= (softmax_scale * _LOG2E) * q_scale_QH.double()[..., None] * scale_K
+    logits_QHK *= (softmax_scale * LOG2E) * q_scale_QH.double()[..., None] * scale_K
     position = torch.arange(len(rows_KB), device=rows_KB.device)
     last_Q = len(rows_KB) - queries + torch.arange(queries, device=rows_KB.device)
     hidden_QK = position[None] > last_Q[:, None]
     logits_QHK.masked_fill_(hidden_QK[:, None], float("-inf"))
-    out_QHL = logits_QHK.new_zeros(queries, heads, width)
-    total_QH = logits_QHK.new_zeros(queries, heads)
-    top_QH = torch.full_like(total_QH, -1e30)
-    ref_QH = top_QH.clone()
-    for start in range(0, len(rows_KB), block_tokens):
-        block = slice(start, start + block_tokens)
-        sigma = max(float(scale_K[block].max()), 2.0**-50)
-        block_QH = logits_QHK[..., block].amax(-1) + math.log2(sigma / weight_range)
-        top_QH = torch.maximum(top_QH, block_QH)
-        new_ref_QH = torch.maximum(block_QH, top_QH - 40.0)
-        decay_QH = torch.exp2(ref_QH - new_ref_QH)
-        p_QHK = torch.exp2(logits_QHK[..., block] - new_ref_QH[..., None])
-        weight_QHK = (p_QHK * scale_K[block]).float().to(weight_dtype).double()
-        total_QH = total_QH * decay_QH + p_QHK.sum(-1)
-        out_QHL = out_QHL * decay_QH[..., None] + weight_QHK @ values_KL[block]
-        ref_QH = new_ref_QH
-    return out_QHL / torch.where(total_QH > 0, total_QH, 1.0)[..., None]
-
-
-def _stored_values(
-    rows_KB: torch.Tensor, layout: LatentLayout
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8 latents and RoPE keys as stored, not multiplied by the scale, and the scales; float64."""
-
-    def field(start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return rows_KB[:, start : start + size].contiguous().view(dtype).double()
-
-    latent_KL = field(0, layout.latent_bytes, torch.float8_e4m3fn)
-    rope_KD = field(layout.rope_offset, layout.rope_bytes, torch.bfloat16)
-    return latent_KL, rope_KD, field(layout.scale_offset, 4, torch.float32)[:, 0]
+    return weigh_blocks(logits_QHK, scale_K[None], values_KL, weight_dtype, weight_range)

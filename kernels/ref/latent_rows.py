@@ -60,17 +60,29 @@ def unpack_rows(rows_TB: torch.Tensor, layout: LatentLayout) -> tuple[torch.Tens
     Returns:
         latent ``[T, L]`` float32 and RoPE key ``[T, D]`` float32, in the model's own domain.
     """
-    latent_bytes = rows_TB[:, : layout.latent_bytes].contiguous()
-    rope_bytes = rows_TB[
-        :, layout.rope_offset : layout.rope_offset + layout.rope_bytes
-    ].contiguous()
-    if not layout.has_scale:
-        dtype = _DTYPES[layout.kv_format]
-        return latent_bytes.view(dtype).float(), rope_bytes.view(dtype).float()
-    scale_T1 = rows_TB[:, layout.scale_offset : layout.scale_offset + 4].contiguous()
-    scale_T1 = scale_T1.view(torch.float32)
-    latent = latent_bytes.view(torch.float8_e4m3fn).float() * scale_T1
-    return latent, rope_bytes.view(torch.bfloat16).float() * scale_T1
+    if layout.has_scale:
+        latent, rope, scale_T = stored_values(rows_TB, layout)
+        return latent * scale_T[:, None], rope * scale_T[:, None]
+    dtype = _DTYPES[layout.kv_format]
+    latent = _get(rows_TB, 0, layout.latent_bytes, dtype)
+    return latent, _get(rows_TB, layout.rope_offset, layout.rope_bytes, dtype)
+
+
+def stored_values(
+    rows_TB: torch.Tensor, layout: LatentLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 rows as they are stored, not multiplied by their scales.
+
+    Returns:
+        latent ``[T, L]``, RoPE key ``[T, D]`` and scale ``[T]``, float32.
+    """
+    latent = _get(rows_TB, 0, layout.latent_bytes, torch.float8_e4m3fn)
+    rope = _get(rows_TB, layout.rope_offset, layout.rope_bytes, torch.bfloat16)
+    return latent, rope, _get(rows_TB, layout.scale_offset, 4, torch.float32)[:, 0]
+
+
+def _get(rows_TB: torch.Tensor, offset: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return rows_TB[:, offset : offset + size].contiguous().view(dtype).float()
 
 
 def _put(rows_TB: torch.Tensor, offset: int, values: torch.Tensor) -> None:

@@ -45,12 +45,28 @@ names = {kind.name: get_kv_class(backend, kind).__module__ for kind in KVClassTy
 print("RESULT" + json.dumps({"required": [t.path for t in required], "classes": names}))
 """
 
+_BACKENDS = """
+import json
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from tpla.core.config import worker_config_from_environment
+from tpla.workers.sglang_plugin import hooks
+config = worker_config_from_environment()
+hooks._before_model_runner(config)
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None)
+print("RESULT" + json.dumps(ATTENTION_BACKENDS["tpla_torch"](runner)._pv_format.value))
+"""
 
-def in_worker_process(code: str, expect: int = 0, **variables: str) -> tuple[object, str]:
-    """Run ``code`` with the environment of a CPU decode worker."""
+
+def in_worker_process(
+    code: str, expect: int = 0, worker: dict[str, str] = WORKER, **variables: str
+) -> tuple[object, str]:
+    """Run ``code`` with the environment of a CPU worker, decode unless told otherwise."""
     import os
 
-    environment = {**os.environ, **environment_for(parse_worker_config(dict(WORKER))), **variables}
+    environment = {**os.environ, **environment_for(parse_worker_config({**worker})), **variables}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -75,6 +91,14 @@ def test_loading_the_plug_in_hooks_every_required_target() -> None:
     assert len(result["required"]) >= 14
     ours = {name for name, module in result["classes"].items() if module.startswith("tpla.")}
     assert ours == {"MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER"}
+
+
+@pytest.mark.parametrize(("role", "expected"), [("decode", "fp8"), ("prefill", "fp16")])
+def test_the_format_of_p_v_reaches_decodes_backend_and_leaves_prefill_exact(
+    role: str, expected: str
+) -> None:
+    found, _ = in_worker_process(_BACKENDS, worker={**WORKER, "role": role, "pv_format": "fp8"})
+    assert found == expected
 
 
 @pytest.mark.parametrize("hindrance", [{"SGLANG_PLUGINS": "some_other_plugin"}])

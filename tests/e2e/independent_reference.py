@@ -8,6 +8,8 @@ generated token's query attends, once a group j, to the group's stored slice::
 
 or, where the checkpoint has value projections fitted for decode, sum_j softmax(logits_jh)
 [c_core, c_Sj] W_j,h, with q~_h = q_h W_UK,h and everything cached as the storage format leaves it.
+With P V in FP8 (SnapMLA) the products p_k s_k of weights and token scales are FP8 numbers, too,
+relative to the largest weight and the largest scale of each 64 tokens.
 """
 
 from __future__ import annotations
@@ -56,11 +58,28 @@ def stored(latent: torch.Tensor, rope: torch.Tensor, kv_format: str) -> tuple[An
     return quantised * scale, (rope / scale).bfloat16().float() * scale
 
 
+def add_up_in_fp8(weights: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """Weights ``[h, 1, T]`` by latents ``[T, r]`` that FP8 rows hold: their largest is 448."""
+    scale = latent.abs().max(-1).values / 448.0
+    total: Any = 0
+    for start in range(0, len(latent), 64):
+        block = slice(start, start + 64)
+        own, s = weights[..., block], scale[block]
+        # Weights that are nothing in float32 stay so.
+        unit = (own.amax(-1, keepdim=True) * s.max() / 448.0).clamp_min(1e-37)
+        rounded = (own * s / unit).to(torch.float8_e4m3fn).float() * unit
+        total = total + rounded @ (latent[block] / s[:, None])
+    return total
+
+
 class Attention:
     """Replaces one HuggingFace attention module's forward."""
 
-    def __init__(self, module: Any, layer: int, plan: Plan, kv_format: str, rotate: Any) -> None:
-        self.m, self.layer, self.plan, self.kv_format = module, layer, plan, kv_format
+    def __init__(
+        self, module: Any, layer: int, plan: Plan, formats: tuple[str, str], rotate: Any
+    ) -> None:
+        self.m, self.layer, self.plan = module, layer, plan
+        self.kv_format, self.pv_format = formats
         self.core = plan.cores[layer]
         self.rotate = rotate
         self.decoding = False
@@ -126,7 +145,8 @@ class Attention:
             if self.plan.keys is not None:
                 query = q_nope @ self.plan.keys[self.layer][j].float()
             logits = (query @ latent.T + q_rope @ rope.T) * self.m.scaling
-            read = logits.softmax(-1) @ latent
+            weights = logits.softmax(-1)
+            read = add_up_in_fp8(weights, latent) if self.pv_format == "fp8" else weights @ latent
             projection = w_uv[..., core + part].clone()
             if j > 0:
                 projection[..., : len(core)] = 0
@@ -139,7 +159,9 @@ class Attention:
 class Reference:
     """A checkpoint decoded greedily, one request at a time."""
 
-    def __init__(self, model: Path, kv_format: str, sliced: bool = True) -> None:
+    def __init__(
+        self, model: Path, kv_format: str, sliced: bool = True, pv_format: str = "fp16"
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         config = self.model.config
         plan = Plan.of(model, sliced, config.num_hidden_layers, config.num_attention_heads)
@@ -154,7 +176,8 @@ class Reference:
             rotate = modeling.apply_rotary_emb
         self.attentions = []
         for index, layer in enumerate(self.model.model.layers):
-            attention = Attention(layer.self_attn, index, plan, kv_format, rotate)
+            formats = (kv_format, pv_format)
+            attention = Attention(layer.self_attn, index, plan, formats, rotate)
             layer.self_attn.forward = attention
             self.attentions.append(attention)
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.e2e
 
 TOKENS = 20
 NO_SCATTER = ("--no-scatter-output",)
+PV_FP8 = ("--pv-format", "fp8")
 RESERVE_LITTLE = ("--num-reserved-decode-tokens", "16")
 
 
@@ -68,7 +69,8 @@ FLEETS = (
         16,
         (
             Decode("tpla", 2, "0", "fp8", 2),
-            Decode("snapmla", 1, "0", "fp8", 1),
+            # SnapMLA's own P V.
+            Decode("snapmla", 1, "0", "fp8", 1, PV_FP8),
             Decode("tpla", 4, "16", "bf16", 4),
         ),
     ),
@@ -165,7 +167,8 @@ def _start(wanted: Fleet, models: dict[Decode, Path], start_worker: StartWorker)
 def test_greedy_tokens_equal_the_reference(fleet: Started) -> None:
     prompts = fleet.prompts(6)
     for decode, worker in fleet.decodes.items():
-        reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1)
+        pv_format = "fp8" if decode.extra == PV_FP8 else "fp16"
+        reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1, pv_format)
         for prompt in prompts:
             expected = reference.generate(prompt, TOKENS, STOP)
             assert ask(fleet.prefill, worker, prompt, TOKENS).ids == expected, str(decode)

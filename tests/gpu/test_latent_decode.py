@@ -20,8 +20,10 @@ from tests.kernels.decode_cases import (
     cosine_difference,
     exact,
 )
+from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat, LatentLayout
 from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace, default_tiling
+from tpla.kernels.hopper_decode import require_fp8_values
 from tpla.kernels.latent_decode import latent_decode
 from tpla.kernels.ref.latent_decode import blockwise_decode
 from tpla.kernels.ref.latent_rows import pack_rows
@@ -86,8 +88,20 @@ FP8_VALUES = [
 
 @pytest.mark.parametrize("shape", FP8_VALUES, ids=str)
 def test_fp8_weights_match_float64(shape: DecodeCase) -> None:
+    require_fp8_values(shape.layout, shape.page_size, torch.device("cuda"))
     inputs = build(shape)
     assert_matches(inputs, *inputs.run(), cosine=5e-4)
+
+
+@pytest.mark.parametrize(
+    "shape", [case(64, 272), case(64, 256, page_size=16), case(64, 256, row_align=4)], ids=str
+)
+def test_fp8_weights_are_refused_where_the_hopper_kernels_do_not_read(shape: DecodeCase) -> None:
+    inputs = build(replace(shape, tiling=replace(shape.tiling, fp8_values=True)))
+    with pytest.raises(ConfigError, match="needs a Hopper GPU"):
+        require_fp8_values(shape.layout, shape.page_size, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="has no P V in fp8"):
+        inputs.run()
 
 
 @pytest.mark.parametrize("fp8_values", [False, True])

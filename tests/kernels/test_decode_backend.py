@@ -15,7 +15,7 @@ import torch
 from tests.kernels.decode_cases import DEVICE
 from tests.kernels.helper_cases import repair_conversions
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
+from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, PVFormat
 from tpla.kernels.ref.latent_attention import latent_attention
 from tpla.kernels.ref.latent_rows import pack_rows, unpack_rows
 from tpla.kernels.ref.prepare_queries import prepare_queries
@@ -89,7 +89,10 @@ class Step:
 
 
 def make_backend(
-    step: Step, monkeypatch: pytest.MonkeyPatch, speculative_algorithm: str | None = None
+    step: Step,
+    monkeypatch: pytest.MonkeyPatch,
+    speculative_algorithm: str | None = None,
+    pv_format: PVFormat = PVFormat.FP16,
 ) -> Any:
     from tpla.kernels.decode_workspace import DecodeWorkspace
     from tpla.workers.sglang_plugin import attention_backend_cuda, decode_step
@@ -111,7 +114,8 @@ def make_backend(
             token_to_kv_pool=pool,
             server_args=SimpleNamespace(speculative_algorithm=speculative_algorithm),
             model_config=SimpleNamespace(num_attention_heads=HEADS),
-        )
+        ),
+        pv_format,
     )
 
 
@@ -128,6 +132,27 @@ def test_a_prompt_on_a_decode_worker_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_speculative_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--speculative-algorithm EAGLE"):
         make_backend(Step(CACHE), monkeypatch, speculative_algorithm="EAGLE")
+
+
+def test_p_v_in_fp8_is_refused_where_only_the_triton_kernel_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step(CACHE)
+    with pytest.raises(ConfigError, match=f"pages of {PAGE}, on .*: use --pv-format fp16"):
+        make_backend(step, monkeypatch, pv_format=PVFormat.FP8)
+
+
+@pytest.mark.parametrize("pv_format", list(PVFormat))
+def test_p_v_is_asked_for_in_the_format_of_the_worker(
+    pv_format: PVFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpla.workers.sglang_plugin import attention_backend_cuda
+
+    monkeypatch.setattr(attention_backend_cuda, "require_fp8_values", lambda *_: None)
+    step = Step(CACHE)
+    backend = make_backend(step, monkeypatch, pv_format=pv_format)
+    tiling = backend._step.workspace(step.layout).tiling
+    assert tiling.fp8_values is (pv_format is PVFormat.FP8)
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])

@@ -145,6 +145,8 @@ def test_bad_arguments_are_refused() -> None:
     inputs = build(DecodeCase((20,)))
     with pytest.raises(ConfigError, match="fp32"):
         replace_case(inputs, kv_format=KVFormat.FP32)
+    with pytest.raises(ConfigError, match="has no P V in fp8"):
+        build(DecodeCase((20,), tiling=replace(SMALL, fp8_values=True))).run()
     inputs = build(DecodeCase((20,)))
     inputs.table_BN = inputs.table_BN.long()
     with pytest.raises(ValueError, match=r"table must be .*int32"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tpla.core.latent_layout import KVFormat, LatentLayout, ShardPlan
+from tpla.kernels.ref.blockwise_attention import blockwise_attention
 from tpla.kernels.ref.latent_attention import latent_attention
 from tpla.kernels.ref.latent_decode import blockwise_decode, exact_decode
 from tpla.kernels.ref.latent_rows import pack_rows, quantize_latent, unpack_rows
@@ -51,6 +52,42 @@ def test_blockwise_weights_stay_close_to_exact_ones(
     difference = 1 - 2 * (out * exact[0]).sum() / (out**2 + exact[0] ** 2).sum()
     assert difference <= (2e-3 if sink and weight_range == 448.0 else cosine)
     assert weight_dtype != torch.float8_e4m3fn or sink or difference > 1e-6  # it does round
+
+
+@pytest.mark.parametrize(("queries", "cached"), [(1, 1), (3, 66), (300, 301)])
+def test_attention_with_p_v_in_fp8_is_one_decode_step_a_query(queries: int, cached: int) -> None:
+    layout = LatentLayout(ShardPlan(32), 0, 16, KVFormat.FP8)
+    latent, rope = rows(cached, 32)
+    generator = torch.Generator().manual_seed(5)
+    latent *= torch.exp(torch.randn(cached, 1, generator=generator))  # later scales are larger, too
+    packed = pack_rows(latent, rope, layout)
+    q8 = (torch.randn(queries, 4, 32, generator=generator) * 100).to(torch.float8_e4m3fn)
+    q_rope = (torch.randn(queries, 4, 16, generator=generator) * 100).to(torch.bfloat16)
+    out = blockwise_attention(q8.float() / 64, q_rope.float() / 64, packed, layout, 0.2)
+    for query in {0, queries // 2, queries - 1}:
+        expected = blockwise_decode(
+            q8[query, None], q_rope[query, None], torch.full((1, 4), 1 / 64),
+            packed[: cached - queries + query + 1], layout, 0.2, torch.float8_e4m3fn, 448.0,
+        )  # fmt: skip
+        # A weight at the middle between two numbers goes one way in float64 and one in float32.
+        torch.testing.assert_close(out[query].double(), expected[0], atol=2e-3, rtol=1e-3)
+
+
+def test_p_v_in_fp8_moves_no_weight_by_more_than_a_sixteenth() -> None:
+    layout = LatentLayout(ShardPlan(32), 0, 16, KVFormat.FP8)
+    packed = pack_rows(*rows(500, 32), layout)
+    latent, rope = unpack_rows(packed, layout)
+    generator = torch.Generator().manual_seed(6)
+    q_latent = torch.randn(1, 4, 32, generator=generator)
+    q_rope = torch.randn(1, 4, 16, generator=generator)
+    logits = 0.2 * (q_latent[0] @ latent.T + q_rope[0] @ rope.T)
+    weights = logits.softmax(-1)
+    # Far below the block's largest a weight times its scale is off by 2^-10 of 448 at most; no
+    # scale here is four times another.
+    bound = 2**-4 * weights + 4 * 2**-10 / 448 * weights.amax(-1, keepdim=True)
+    error = blockwise_attention(q_latent, q_rope, packed, layout, 0.2)[0] - weights @ latent
+    assert (error.abs() <= bound @ latent.abs() + 1e-6).all()
+    assert error.abs().max() > 1e-4, "weights must be rounded at all"
 
 
 def naive(q_latent, q_rope, latent, rope, scale):  # type: ignore[no-untyped-def]

@@ -9,6 +9,7 @@ import pytest
 
 from tpla.benchmarks.gpu_tests import summarise
 from tpla.benchmarks.kernel_cases import cases
+from tpla.benchmarks.kernels import sweep
 from tpla.benchmarks.plot_kernels import table
 
 
@@ -36,6 +37,13 @@ def test_p_v_in_fp8_is_another_shape_than_p_v_in_fp16() -> None:
     formats = {(case.groups, case.kv_format.value, case.pv_format) for case in chosen}
     assert formats == {(g, "fp8", pv) for g in (1, 2) for pv in ("fp8", "fp16")}
     assert len({case.shape for case in chosen}) == len(chosen)
+
+
+def test_a_sweep_of_p_v_in_fp8_keeps_to_the_kernel_that_has_it() -> None:
+    for case in cases([(32, 32768)]):
+        tilings = sweep(case)
+        assert all(tiling.hopper for tiling in tilings if tiling.fp8_values)
+        assert case.fp8_weights == all(tiling.fp8_values for tiling in tilings)
 
 
 REPORT = """<testsuites><testsuite>

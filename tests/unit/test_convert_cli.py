@@ -16,7 +16,7 @@ from tpla.core.checkpoint import Manifest
 
 FIELDS = [
     *("mode", "groups", "core_dims", "method", "kv_format", "context", "prefill", "tokens"),
-    *("ppl", "kl", "top1", "scored_from", "alignment", "sliced"),
+    *("ppl", "kl", "top1", "scored_from", "alignment", "sliced", "pv_format"),
 ]
 
 
@@ -73,15 +73,20 @@ def test_eval_table_compares_the_modes(
     assert _run(monkeypatch, "eval", *arguments, "--json", out) == 0
     rows = json.loads(out.read_text())
     assert all(list(row) == FIELDS for row in rows)
-    assert [(row["mode"], row["alignment"], row["prefill"], row["kv_format"]) for row in rows] == [
-        (mode, alignment, prefill, kv_format)
-        for mode, alignment in (
-            *(("mla", "none"), ("gla", "none")),
-            *(("tpla", "values"), ("tpla", "none")),
-        )
+    variants = (("mla", "none"), ("gla", "none"), ("tpla", "values"), ("tpla", "none"))
+    expected = [
+        (mode, alignment, prefill, kv_format, "fp16")
+        for mode, alignment in variants
         for prefill in (0, 50)
         for kv_format in ("fp32", "fp8")
     ]
+    expected += [
+        (mode, alignment, prefill, "fp8", "fp8")
+        for mode, alignment in (("mla", "none"), ("tpla", "values"))
+        for prefill in (0, 50)
+    ]
+    keys = ("mode", "alignment", "prefill", "kv_format", "pv_format")
+    assert [tuple(row[key] for key in keys) for row in rows] == expected
     assert len({(row["tokens"], row["scored_from"]) for row in rows}) == 1, "figures must compare"
 
 
@@ -117,6 +122,10 @@ def test_a_plain_checkpoint_can_be_measured_as_mla(
         (
             ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--prefill", "-1"],
             "at least 0",
+        ),
+        (
+            ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--pv-format", "fp8"],
+            "pv_format=fp8 adds up fp8 rows, kv_format=fp32",
         ),
         (
             ["eval", "ppl", "out", "--text", "text.txt", "--context", "99", "--json", "no/no"],

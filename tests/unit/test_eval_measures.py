@@ -82,6 +82,16 @@ def test_fp8_costs_a_little(rows: dict[Any, EvalRow]) -> None:
     assert abs(rows["tpla", 0, "fp8"].kl - rows["tpla", 0, "fp32"].kl) < 0.02
 
 
+@pytest.mark.parametrize("prefill", [0, 48])
+def test_p_v_in_fp8_costs_a_little_more(rows: dict[Any, EvalRow], prefill: int) -> None:
+    """A weight is rounded to a sixteenth at most, as an element of an FP8 row is."""
+    for mode in ("mla", "tpla"):
+        row, rounded = rows[mode, prefill, "fp8"], rows[f"{mode} pv-fp8", prefill, "fp8"]
+        assert 0 < abs(rounded.kl - row.kl) < rows["mla", prefill, "fp8"].kl
+        assert abs(rounded.top1 - row.top1) < 0.1
+    assert rows["mla pv-fp8", prefill, "fp8"].kl > rows["mla", prefill, "fp8"].kl
+
+
 def test_what_is_sliced_can_be_told_apart(rows: dict[Any, EvalRow]) -> None:
     for prefill in (0, 48):
         norm, both = rows["tpla norm", prefill, "fp32"], rows["tpla both", prefill, "fp32"]

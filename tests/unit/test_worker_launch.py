@@ -14,7 +14,7 @@ from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer
 from tpla.core.errors import CheckpointError, ConfigError
-from tpla.core.latent_layout import KVFormat, ModelPlan
+from tpla.core.latent_layout import KVFormat, ModelPlan, PVFormat
 from tpla.workers import launch_cli, ports
 from tpla.workers.deployment import (
     REFERENCE_MODEL,
@@ -39,8 +39,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path, **changes: Any) -> WorkerOptions:
     values: dict[str, Any] = {
         "role": Role.DECODE, "model": model, "mode": Mode.TPLA, "groups": None, "kv_format": None,
-        "scatter_output": None, "transfer": "zmq", "transfer_timeout": 30.0, "device": "cpu",
-        "fault": None,
+        "pv_format": "fp16", "scatter_output": None, "transfer": "zmq", "transfer_timeout": 30.0,
+        "device": "cpu", "fault": None,
         "sglang_arguments": ("--tp-size", "2"),
     }  # fmt: skip
     return WorkerOptions(**{**values, **changes})
@@ -66,6 +66,12 @@ def test_latent_groups_are_added_up_before_o_proj_unless_refused(
     assert configure(options(converted, **changes)).scatter_output is scatters
 
 
+@pytest.mark.parametrize("mode", [Mode.TPLA, Mode.SNAPMLA])
+def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> None:
+    assert configure(options(converted, mode=mode)).pv_format is PVFormat.FP16
+    assert configure(options(converted, mode=mode, pv_format="fp8")).pv_format is PVFormat.FP8
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -78,6 +84,9 @@ def test_latent_groups_are_added_up_before_o_proj_unless_refused(
         ({"mode": Mode.MLA, "kv_format": "fp8"}, "use bf16, fp32 or mode snapmla"),
         ({"mode": Mode.SNAPMLA, "scatter_output": True}, "leave --scatter-output out"),
         ({"kv_format": "int4"}, "kv_format='int4'"),
+        ({"pv_format": "bf16"}, "pv_format='bf16'"),
+        ({"pv_format": "fp8", "kv_format": "bf16"}, "leave --pv-format out"),
+        ({"pv_format": "fp8", "mode": Mode.MLA}, "kv_format=bf16; leave --pv-format out"),
         ({"transfer": "rdma"}, "transfer='rdma'"),
         ({"transfer": "nccl"}, "use --transfer zmq, or --device cuda"),
         ({"transfer_timeout": 0.0}, "greater than 0"),
@@ -313,6 +322,20 @@ def test_a_conversion_alone_prints_the_checkpoint_and_starts_nothing(
     with pytest.raises(SystemExit) as end:
         launch_cli.launch()
     assert end.value.code == 0 and capsys.readouterr().out == f"{converted}\n"
+
+
+def test_flags_that_a_launch_does_not_know_reach_every_worker(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[DeploymentPlan] = []
+    monkeypatch.setattr(launch_cli, "_run", lambda _, plan, __: plans.append(plan))
+    words = ["--mode", "snapmla", "--pv-format", "fp8", "--device", "cpu", "--state", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["tpla launch", *words, "--model", str(converted)])
+    with pytest.raises(SystemExit) as end:
+        launch_cli.launch()
+    assert end.value.code == 0
+    for worker in plans[0].workers:
+        assert worker.command[worker.command.index("--pv-format") + 1] == "fp8"
 
 
 def test_an_unconverted_model_of_the_users_own_needs_text(tmp_path: Path) -> None:

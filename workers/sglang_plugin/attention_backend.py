@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from tpla.core.latent_layout import PVFormat
+from tpla.kernels.ref.blockwise_attention import blockwise_attention
 from tpla.kernels.ref.latent_attention import latent_attention
 
 
@@ -15,10 +17,12 @@ class TorchLatentBackend(AttentionBackend):
 
     Works with SGLang's own MLA pool (prefill) and with :class:`LatentKVPool` (decode). Head count
     and latent width come from the layer, because a TPLA shard's differ from SGLang's arithmetic.
+    P V of FP8 rows in FP16 is taken for exact; in FP8 it is rounded as the kernels round it.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, pv_format: PVFormat) -> None:
         super().__init__()
+        self._pv_format = pv_format
         # SGLang's forward context reads both attributes off the backend.
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -68,17 +72,20 @@ class TorchLatentBackend(AttentionBackend):
         for row, seq_len, query_len in zip(rows, seq_lens, query_lens, strict=True):
             block = slice(start, start + query_len)
             slots = self.req_to_token_pool.req_to_token[row, :seq_len].long()
-            latent_KL, rope_KD = self._read(layer, slots)
-            out, _ = latent_attention(
-                q_THR[block, :, :latent_width],
-                q_THR[block, :, latent_width:],
-                latent_KL,
-                rope_KD,
-                layer.scaling,
-            )
-            out_THL[block] = out.to(out_THL.dtype)
+            out_THL[block] = self._attend(layer, q_THR[block], slots).to(out_THL.dtype)
             start += query_len
         return out_THL.view(-1, heads * latent_width)
+
+    def _attend(self, layer: Any, q_QHR: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Outputs ``[Q, H, L]`` in float32 of one request's last tokens."""
+        pool, width = self.token_to_kv_pool, layer.v_head_dim
+        q_latent_QHL, q_rope_QHD = q_QHR[..., :width], q_QHR[..., width:]
+        if self._pv_format is PVFormat.FP8:
+            rows_KB, layout = pool.rows(layer.layer_id)[slots], pool.layer_layout(layer.layer_id)
+            return blockwise_attention(q_latent_QHL, q_rope_QHD, rows_KB, layout, layer.scaling)
+        latent_KL, rope_KD = self._read(layer, slots)
+        out, _ = latent_attention(q_latent_QHL, q_rope_QHD, latent_KL, rope_KD, layer.scaling)
+        return out
 
     def _read(self, layer: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self.token_to_kv_pool

@@ -14,8 +14,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from tpla.core.errors import ConfigError
-from tpla.core.latent_layout import RankShard
+from tpla.core.latent_layout import PVFormat, RankShard
 from tpla.kernels.append_latents import append_latents
+from tpla.kernels.hopper_decode import require_fp8_values
 from tpla.kernels.latent_decode import latent_decode
 from tpla.kernels.prepare_queries import prepare_queries
 from tpla.workers.sglang_plugin.decode_step import DecodeStep
@@ -39,12 +40,13 @@ class LatentDecodeBackend(AttentionBackend):
     :meth:`append` and :meth:`attend`; SGLang itself only prepares the step.
 
     Raises:
-        ConfigError: speculative decoding is asked for, which the pool's layers do not serve.
+        ConfigError: speculative decoding is asked for, which the pool's layers do not serve, or
+            P V in FP8 for rows or on a device whose kernel has none.
     """
 
     needs_cpu_seq_lens = False  # lengths never leave the device
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, pv_format: PVFormat) -> None:
         super().__init__()
         # SGLang's forward context reads both attributes off the backend.
         self.req_to_token_pool = runner.req_to_token_pool
@@ -58,6 +60,11 @@ class LatentDecodeBackend(AttentionBackend):
         parallel, layout = get_parallel(), self.token_to_kv_pool.layout
         shard = RankShard(parallel.attn_tp_rank, parallel.attn_tp_size, layout.plan.groups)
         self._heads = runner.model_config.num_attention_heads // shard.head_shards
+        self._pv_format = pv_format
+        if pv_format is PVFormat.FP8:
+            pool = self.token_to_kv_pool
+            for run in layout.runs:
+                require_fp8_values(run.layout, pool.page_size, torch.device(pool.device))
         self._step = self._make_step(self.req_to_token_pool.size)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -148,5 +155,6 @@ class LatentDecodeBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         max_tokens = self.req_to_token_pool.req_to_token.shape[1]
         return DecodeStep(
-            max_requests, max_tokens, self._heads, pool.layout, pool.page_size, pool.device
-        )
+            max_requests, max_tokens, self._heads, pool.layout, self._pv_format, pool.page_size,
+            pool.device,
+        )  # fmt: skip

@@ -5,14 +5,16 @@ Shape suffixes: B requests, N block-table entries.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sglang.kernels.ops.kvcache.kv_indices import (
     create_flashmla_kv_indices_triton,
     get_num_kv_index_blocks_flashmla,
 )
 
-from tpla.core.latent_layout import CacheLayout, LatentLayout
-from tpla.kernels.decode_workspace import DecodeWorkspace
+from tpla.core.latent_layout import CacheLayout, LatentLayout, PVFormat
+from tpla.kernels.decode_workspace import DecodeWorkspace, default_tiling
 
 
 class DecodeStep:
@@ -23,6 +25,7 @@ class DecodeStep:
         max_tokens: longest request.
         heads: heads of this rank.
         layout: the pool's rows; layers whose rows are alike share a workspace.
+        pv_format: of P V, where the rows are FP8.
         page_size: tokens of a page.
         device: of the pool.
     """
@@ -33,6 +36,7 @@ class DecodeStep:
         max_tokens: int,
         heads: int,
         layout: CacheLayout,
+        pv_format: PVFormat,
         page_size: int,
         device: torch.device | str,
     ) -> None:
@@ -41,8 +45,16 @@ class DecodeStep:
         pages = -(-max_tokens // page_size)
         self._table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
         self._length = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        fp8_values = pv_format is PVFormat.FP8
         self._workspaces = {
-            run.layout: DecodeWorkspace(max_requests, 1, heads, run.layout, device=device)
+            run.layout: DecodeWorkspace(
+                max_requests,
+                1,
+                heads,
+                run.layout,
+                replace(default_tiling(run.layout, heads), fp8_values=fp8_values),
+                device=device,
+            )
             for run in layout.runs
         }
         self.requests = 0

@@ -7,11 +7,13 @@ does nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tpla.core.checkpoint import Manifest
 from tpla.core.config import Mode, Role, WorkerConfig, worker_config_from_environment
+from tpla.core.latent_layout import PVFormat
 from tpla.workers.sglang_plugin import targets
 from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND, TORCH_ATTENTION_BACKEND
 
@@ -153,23 +155,27 @@ def _before_model_runner(config: WorkerConfig, *args: Any, **kwargs: Any) -> Non
     if config.device == "cpu" or config.role is Role.PREFILL:
         from tpla.workers.sglang_plugin.attention_backend import TorchLatentBackend
 
-        _register_backend(TORCH_ATTENTION_BACKEND, TorchLatentBackend)
+        # Prefill is exact whatever decode does.
+        pv_format = config.pv_format if config.role is Role.DECODE else PVFormat.FP16
+        make_torch = functools.partial(TorchLatentBackend, pv_format=pv_format)
+        _register_backend(TORCH_ATTENTION_BACKEND, make_torch)
     else:
         from tpla.workers.sglang_plugin.attention_backend_cuda import LatentDecodeBackend
 
-        _register_backend(CUDA_ATTENTION_BACKEND, LatentDecodeBackend)
+        make_cuda = functools.partial(LatentDecodeBackend, pv_format=config.pv_format)
+        _register_backend(CUDA_ATTENTION_BACKEND, make_cuda)
     if config.role is Role.DECODE:
         _install_attention(config)
 
 
-def _register_backend(name: str, backend: type) -> None:
+def _register_backend(name: str, make_backend: Callable[[Any], Any]) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )
 
-    register_attention_backend(name)(backend)
+    register_attention_backend(name)(make_backend)
     # The absorbed form for every batch. Names that SGLang does not know get its Triton handler,
     # which would expand the latent.
     AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
