@@ -34,6 +34,7 @@ class KernelCase:
     context: int
     query_len: int = 1
     fp8_weights: bool = False
+    core_dims: int = 0
 
     @property
     def pv_format(self) -> str:
@@ -68,7 +69,7 @@ class KernelCase:
 
     @property
     def layout(self) -> LatentLayout:
-        plan = ShardPlan(KV_LORA_RANK, self.groups)
+        plan = ShardPlan(KV_LORA_RANK, self.groups, self.core_dims)
         return LatentLayout(plan, 0, QK_ROPE_HEAD_DIM, self.kv_format, row_align=16)
 
     @property
@@ -91,30 +92,34 @@ class KernelCase:
 
 
 _FP8, _BF16 = KVFormat.FP8, KVFormat.BF16
-SHAPES: list[tuple[str, int, int, int, KVFormat, bool]] = [
-    ("DeepSeek-V3", 128, 2, 2, _FP8, False),
-    ("DeepSeek-V3", 128, 4, 2, _FP8, False),
-    ("DeepSeek-V3", 128, 8, 2, _FP8, False),
-    ("DeepSeek-V3", 128, 2, 1, _FP8, False),
-    ("DeepSeek-V3", 128, 4, 2, _BF16, False),
-    ("DeepSeek-V3", 128, 2, 2, _FP8, True),
-    ("DeepSeek-V3", 128, 4, 2, _FP8, True),
-    ("DeepSeek-V3", 128, 2, 1, _FP8, True),
-    ("Kimi-K2", 64, 2, 2, _FP8, False),
-    ("Kimi-K2", 64, 4, 2, _FP8, False),
-    ("Kimi-K2", 64, 8, 2, _FP8, False),
-    ("DeepSeek-V2-Lite", 16, 2, 2, _FP8, False),
-    ("DeepSeek-V2-Lite", 16, 4, 2, _FP8, False),
+SHAPES: list[tuple[str, int, int, int, KVFormat, bool, int]] = [
+    ("DeepSeek-V3", 128, 2, 2, _FP8, False, 0),
+    ("DeepSeek-V3", 128, 4, 2, _FP8, False, 0),
+    ("DeepSeek-V3", 128, 8, 2, _FP8, False, 0),
+    ("DeepSeek-V3", 128, 2, 1, _FP8, False, 0),
+    ("DeepSeek-V3", 128, 4, 2, _BF16, False, 0),
+    ("DeepSeek-V3", 128, 2, 2, _FP8, True, 0),
+    ("DeepSeek-V3", 128, 4, 2, _FP8, True, 0),
+    ("DeepSeek-V3", 128, 2, 1, _FP8, True, 0),
+    ("DeepSeek-V3", 128, 4, 4, _FP8, False, 128),
+    ("DeepSeek-V3", 128, 8, 4, _FP8, False, 128),
+    ("Kimi-K2", 64, 2, 2, _FP8, False, 0),
+    ("Kimi-K2", 64, 4, 2, _FP8, False, 0),
+    ("Kimi-K2", 64, 8, 2, _FP8, False, 0),
+    ("DeepSeek-V2-Lite", 16, 2, 2, _FP8, False, 0),
+    ("DeepSeek-V2-Lite", 16, 4, 2, _FP8, False, 0),
 ]
-"""Model, its heads, TP, groups, row format, P V in FP8."""
+"""Model, its heads, TP, groups, row format, P V in FP8, shared core dims."""
 
 
 def cases(batches: list[tuple[int, int]]) -> list[KernelCase]:
     """Every shape at each (batch, context)."""
     return [
-        KernelCase(model, heads, tp, groups, kv_format, *batch, fp8_weights=fp8_weights)
+        KernelCase(
+            model, heads, tp, groups, kv_format, *batch, fp8_weights=fp8_weights, core_dims=core
+        )
         for batch in batches
-        for model, heads, tp, groups, kv_format, fp8_weights in SHAPES
+        for model, heads, tp, groups, kv_format, fp8_weights, core in SHAPES
     ]
 
 

@@ -1,8 +1,10 @@
 """Decode attention over whole FP8 pages on Hopper, in Gluon: :mod:`tpla.kernels.latent_decode`.
 
-Latents of 512 columns go to :mod:`tpla.kernels.hopper_wide`; narrower ones to the kernel here. A
-program is five groups of warps (:mod:`tpla.kernels.hopper_partitions`) that meet at barriers in
-shared memory only::
+Latents of more than 256 columns go to :mod:`tpla.kernels.hopper_wide`, narrower ones to the kernel
+here. Either has tiles of one of a few widths; a latent between them leaves the last columns of its
+tiles zero, which costs their share of the products and of nothing that is read. A program is five
+groups of warps (:mod:`tpla.kernels.hopper_partitions`) that meet at barriers in shared memory
+only::
 
     queries   1 warp    queries of a request             -> one buffer        (bulk copy)
     rows      1 warp    a tile of 64 cached rows          -> ``STAGES`` buffers (bulk copies)
@@ -54,6 +56,7 @@ _LN2 = 0.6931471805599453
 _BLOCK_TOKENS = 64
 _SHARED_BYTES = 227 * 1024
 _WIDTHS = (64, 128, 256, 512)
+"""Columns of a tile."""
 _ROPES = (32, 64)
 _NARROW = 256
 """Widest latent that a consumer's registers hold 64 rows of."""
@@ -64,11 +67,14 @@ def decode_kernel(
     q_desc, q_rope_desc, q_scale_ptr, latent_desc, rope_desc, scale_desc, table_ptr, table_stride,
     length_ptr, part_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, rows, heads,
     queries, softmax_scale_log2, WIDTH: gl.constexpr, ROPE: gl.constexpr,
-    ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr, PAGE: gl.constexpr,
-    SHARE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, FP8_VALUES: gl.constexpr,
-    LN2: gl.constexpr, num_warps: gl.constexpr,
+    ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
+    PAGE: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    FP8_VALUES: gl.constexpr, LN2: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Allocate the buffers and barriers of one part and start its five groups of warps."""
+    """Allocate the buffers and barriers of one part and start its five groups of warps.
+
+    ``COLUMNS`` of a tile's ``WIDTH`` are the row's latent; bulk copies bring zeros for the others.
+    """
     # The programs that combine splits may be launched as soon as these all run.
     tl.extra.cuda.gdc_launch_dependents()
     M: gl.constexpr = 64
@@ -140,9 +146,9 @@ def decode_kernel(
     gl.warp_specialize(
         [
             (consume, (0, buffers, q_scale_ptr, schedule, results, shape, STAGES, SLOTS, SHARE,
-                       FP8_VALUES, LN2)),
+                       FP8_VALUES, COLUMNS, LN2)),
             (consume, (1, buffers, q_scale_ptr, schedule, results, shape, STAGES, SLOTS, SHARE,
-                       FP8_VALUES, LN2)),
+                       FP8_VALUES, COLUMNS, LN2)),
             (convert, (convert_bufs, schedule, STAGES, SLOTS, SHARE, FP8_VALUES)),
             (produce, (tile_bufs, rows_in, schedule, ROPE_COLUMN, SCALE_COLUMN, PAGE, STAGES)),
             (produce_queries, (query_bufs, (q_desc, q_rope_desc), part_ptr, rows, QUERY_BLOCKS)),
@@ -177,9 +183,9 @@ def require_fp8_values(layout: LatentLayout, page_size: int, device: torch.devic
     if not _reads_rows(layout, page_size, device):
         raise ConfigError(
             f"P V in fp8 needs a Hopper GPU, pages of a multiple of {_BLOCK_TOKENS} tokens, and "
-            f"fp8 rows of {', '.join(map(str, _WIDTHS))} latent and {_ROPES[0]} or {_ROPES[1]} "
-            f"RoPE dims; these have {layout.latent_width} and {layout.qk_rope_head_dim}, pages of "
-            f"{page_size}, on {device}: use --pv-format fp16"
+            f"fp8 rows of at most {_WIDTHS[-1]} latent dims, a multiple of 16, and {_ROPES[0]} or "
+            f"{_ROPES[1]} RoPE dims; these have {layout.latent_width} and "
+            f"{layout.qk_rope_head_dim}, pages of {page_size}, on {device}: use --pv-format fp16"
         )
 
 
@@ -187,7 +193,7 @@ def _reads_rows(layout: LatentLayout, page_size: int, device: torch.device) -> b
     starts = (layout.row_bytes, layout.rope_offset, layout.scale_offset)
     return (
         layout.has_scale
-        and layout.latent_width in _WIDTHS
+        and layout.latent_width <= _WIDTHS[-1]
         and layout.qk_rope_head_dim in _ROPES
         and not any(start % 16 for start in starts)
         and page_size % _BLOCK_TOKENS == 0
@@ -205,13 +211,13 @@ def hopper_decode(call: DecodeCall) -> None:
     rope_rows = call.rows_SB.view(torch.bfloat16)
     scale_rows = call.rows_SB.view(torch.float32)
     rope_end = (layout.rope_offset + layout.rope_bytes) // 2
-    wide = width > _NARROW
+    wide, padded = width > _NARROW, _padded(width)
     kernel = wide_decode_kernel if wide else decode_kernel
     kernel[(workspace.row_blocks, workspace.parts)](
-        _descriptor(call.q_latent_BQHL.view(-1, width), width, width, min(width, 128), 8),
+        _descriptor(call.q_latent_BQHL.view(-1, width), width, padded, min(padded, 128), 8),
         _descriptor(call.q_rope_BQHD.view(-1, rope), rope, rope, 2 * rope, 16),
         call.q_scale_BQH,
-        _descriptor(latent_rows, width, width, min(width, 128), 8),
+        _descriptor(latent_rows, width, padded, min(padded, 128), 8),
         _descriptor(rope_rows, rope_end, rope, 2 * rope, 16),
         _descriptor(scale_rows, scale_rows.shape[1], 4, 0, 32),
         call.table_BN,
@@ -226,16 +232,22 @@ def hopper_decode(call: DecodeCall) -> None:
         heads,
         queries,
         call.softmax_scale_log2,
-        WIDTH=width,
+        WIDTH=padded,
         ROPE=rope,
         ROPE_COLUMN=layout.rope_offset // 2,
         SCALE_COLUMN=layout.scale_offset // 4,
+        COLUMNS=width,
         PAGE=call.page_size,
         FP8_VALUES=tiling.fp8_values,
         LN2=_LN2,
         num_warps=4,
-        **(_wide_plan if wide else _narrow_plan)(width, rope, tiling),
+        **(_wide_plan if wide else _narrow_plan)(padded, rope, tiling),
     )
+
+
+def _padded(width: int) -> int:
+    """Columns of a tile in shared memory that holds ``width`` of a row."""
+    return next(columns for columns in _WIDTHS if columns >= width)
 
 
 def _narrow_plan(width: int, rope: int, tiling: DecodeTiling) -> dict[str, str | int]:

@@ -189,23 +189,27 @@ def _merge(
 @gluon.jit
 def _write(
     out, lse, column, row, m0, slot, whole, results, shape, WRITES_LSE: gl.constexpr,
-    STRIDE: gl.constexpr, LN2: gl.constexpr,
+    PADDED: gl.constexpr, COLUMNS: gl.constexpr, LN2: gl.constexpr,
 ):  # fmt: skip
-    """Results of a request that lies within one part, or partial results of one that does not."""
+    """Results of a request that lies within one part, or partial results of one that does not;
+    of what is ``PADDED`` only the row's ``COLUMNS``."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
     rows, _heads, _queries, _softmax_scale_log2 = shape
     m = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))
     d = column + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
     m_lse = m0 + gl.arange(0, out.shape[0], layout=lse.type.layout)
+    mask = (m < rows)[:, None]
+    if PADDED:
+        mask = mask & (d < COLUMNS)[None, :]
     if whole:
-        at = (row + m)[:, None] * STRIDE + d[None, :]
-        gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None])
+        at = (row + m)[:, None] * COLUMNS + d[None, :]
+        gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
         if WRITES_LSE:
             gl.store(lse_ptr + row + m_lse, lse * LN2, mask=m_lse < rows)
     else:
         base = slot.to(gl.int64) * rows
-        at = (base + m)[:, None] * STRIDE + d[None, :]
-        gl.store(partial_ptr + at, out, mask=(m < rows)[:, None])
+        at = (base + m)[:, None] * COLUMNS + d[None, :]
+        gl.store(partial_ptr + at, out, mask=mask)
         if WRITES_LSE:
             gl.store(partial_lse_ptr + base + m_lse, lse, mask=m_lse < rows)
 
@@ -213,7 +217,7 @@ def _write(
 @gluon.jit
 def _finish(
     consumer: gl.constexpr, acc, ref, total_4, merge_bufs, phase, row, m0, part, first,
-    stop, tiles, results, shape, SHARE: gl.constexpr, LN2: gl.constexpr,
+    stop, tiles, results, shape, SHARE: gl.constexpr, COLUMNS: gl.constexpr, LN2: gl.constexpr,
 ):  # fmt: skip
     """Normalise what a consumer accumulated over a request, join it with the other's, write it."""
     WIDTH: gl.constexpr = acc.shape[1]
@@ -225,18 +229,19 @@ def _finish(
     if SHARE == "tiles":
         out, lse = _merge(consumer, acc, total, lse, merge_bufs, phase, half)
         _write(out, lse, consumer * (WIDTH // 2), row, m0, slot, whole, results, shape,
-               consumer == 0, WIDTH, LN2)  # fmt: skip
+               consumer == 0, COLUMNS < WIDTH, COLUMNS, LN2)  # fmt: skip
     else:
         share = gl.where(total > 0.0, 1.0 / total, 0.0)
         out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
-        _write(out, lse, 0, row, m0, slot, whole, results, shape, True, WIDTH, LN2)
+        _write(out, lse, 0, row, m0, slot, whole, results, shape, True, COLUMNS < WIDTH, COLUMNS,
+               LN2)  # fmt: skip
 
 
 @gluon.jit
 def consume(
     consumer: gl.constexpr, buffers, q_scale_ptr, schedule, results, shape,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, FP8_VALUES: gl.constexpr,
-    LN2: gl.constexpr,
+    COLUMNS: gl.constexpr, LN2: gl.constexpr,
 ):  # fmt: skip
     """Four warps: attend from 64 query rows to the tiles of a part that are this consumer's."""
     query_bufs, tile_bufs, value_bufs, merge_bufs = buffers
@@ -324,4 +329,4 @@ def consume(
         number += stop - first
 
         _finish(consumer, acc, ref, total_4, merge_bufs, (request - begin) & 1, row, m0, part,
-                first, stop, tiles, results, shape, SHARE, LN2)  # fmt: skip
+                first, stop, tiles, results, shape, SHARE, COLUMNS, LN2)  # fmt: skip

@@ -1,9 +1,9 @@
 """Decode attention over whole FP8 pages of a wide latent on Hopper, in Gluon.
 
-With 512 columns one consumer's registers do not hold what P V adds up for 64 query rows, and two
-that divide the columns compute every logit twice (:mod:`tpla.kernels.hopper_decode`). Here P V is
-transposed: its rows are columns of the latent, its left operand comes from registers, and the
-weights, which all groups of warps read, from shared memory::
+With more than 256 columns one consumer's registers do not hold what P V adds up for 64 query rows,
+and two that divide the columns compute every logit twice (:mod:`tpla.kernels.hopper_decode`). Here
+P V is transposed: its rows are columns of the latent, its left operand comes from registers, and
+the weights, which all groups of warps read, from shared memory::
 
     queries     1 warp    queries of a request            -> one buffer         (bulk copy)
     rows        1 warp    a tile of 64 cached rows         -> ``STAGES`` buffers (bulk copies)
@@ -277,31 +277,37 @@ def _add_tile(
 
 
 @gluon.jit
-def _write(acc, share_s, target_ptr, n0: gl.constexpr, rows, WIDTH: gl.constexpr):
+def _write(
+    acc, share_s, target_ptr, n0: gl.constexpr, rows, column: gl.constexpr, COLUMNS: gl.constexpr
+):
     """Normalised sums to memory, 32 query rows at a time for want of registers.
 
     ``acc`` has a row a column, in the order of :func:`_values`, and a column a query row; what it
-    is multiplied by lies in ``share_s``, and ``rows`` count from the program's first.
+    is multiplied by lies in ``share_s``, and ``rows`` count from the program's first. The first
+    column is the latent's ``column``, of ``COLUMNS``.
     """
-    COLUMNS: gl.constexpr = acc.shape[0]
+    HELD: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     if N > 32:
-        left, right = gl.split(acc.reshape([COLUMNS, 2, N // 2]).permute([0, 2, 1]))
-        _write(left, share_s, target_ptr, n0, rows, WIDTH)
-        _write(right, share_s, target_ptr, n0 + N // 2, rows, WIDTH)
+        left, right = gl.split(acc.reshape([HELD, 2, N // 2]).permute([0, 2, 1]))
+        _write(left, share_s, target_ptr, n0, rows, column, COLUMNS)
+        _write(right, share_s, target_ptr, n0 + N // 2, rows, column, COLUMNS)
     else:
         out = acc * share_s.slice(n0, N).load(gl.SliceLayout(0, acc.type.layout))[None, :]
-        out = out.reshape([COLUMNS // 16, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, COLUMNS])
+        out = out.reshape([HELD // 16, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, HELD])
         n = n0 + gl.arange(0, N, layout=gl.SliceLayout(1, out.type.layout))
-        d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, out.type.layout))
-        at = n[:, None] * WIDTH + d[None, :]
-        gl.store(target_ptr + at, out.to(target_ptr.dtype.element_ty), mask=(n < rows)[:, None])
+        d = gl.arange(0, HELD, layout=gl.SliceLayout(0, out.type.layout))
+        at = n[:, None] * COLUMNS + d[None, :]
+        mask = (n < rows)[:, None]
+        if column + HELD > COLUMNS:
+            mask = mask & (d < COLUMNS - column)[None, :]
+        gl.store(target_ptr + at, out.to(target_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def accumulate(
     group: gl.constexpr, buffers, schedule, results, rows, STAGES: gl.constexpr,
-    SLOTS: gl.constexpr, CHUNKS: gl.constexpr, FP8_VALUES: gl.constexpr,
+    SLOTS: gl.constexpr, CHUNKS: gl.constexpr, FP8_VALUES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: half of the latent's columns, as two sums of columns by query rows."""
     latent_buf, full, empty, weight_bufs = buffers
@@ -311,7 +317,7 @@ def accumulate(
     K: gl.constexpr = 64
     N: gl.constexpr = weight_buf.shape[1]
     PAIRS: gl.constexpr = latent_buf.shape[2] // 2
-    WIDTH: gl.constexpr = 4 * PAIRS
+    COLUMN: gl.constexpr = group * 2 * PAIRS
     TOKENS: gl.constexpr = K // CHUNKS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, N, 32 if FP8_VALUES else 16]
@@ -361,14 +367,14 @@ def accumulate(
         share_s = factor_buf.index(slot)
         whole = (first == 0) & (stop == tiles)
         if whole:
-            at = (gl.cast(request, gl.int64) * rows + m0) * WIDTH + group * 2 * PAIRS
-            _write(left, share_s, out_ptr + at, 0, rows - m0, WIDTH)
-            _write(right, share_s, out_ptr + at + PAIRS, 0, rows - m0, WIDTH)
+            at = (gl.cast(request, gl.int64) * rows + m0) * COLUMNS + COLUMN
+            _write(left, share_s, out_ptr + at, 0, rows - m0, COLUMN, COLUMNS)
+            _write(right, share_s, out_ptr + at + PAIRS, 0, rows - m0, COLUMN + PAIRS, COLUMNS)
         else:
             part_slot = gl.cast(2 * part + gl.where(first == 0, 1, 0), gl.int64)
-            at = (part_slot * rows + m0) * WIDTH + group * 2 * PAIRS
-            _write(left, share_s, partial_ptr + at, 0, rows - m0, WIDTH)
-            _write(right, share_s, partial_ptr + at + PAIRS, 0, rows - m0, WIDTH)
+            at = (part_slot * rows + m0) * COLUMNS + COLUMN
+            _write(left, share_s, partial_ptr + at, 0, rows - m0, COLUMN, COLUMNS)
+            _write(right, share_s, partial_ptr + at + PAIRS, 0, rows - m0, COLUMN + PAIRS, COLUMNS)
         gl.thread_barrier()
         mbarrier.arrive(weight_empty.index(slot), count=1)
 
@@ -378,11 +384,14 @@ def wide_decode_kernel(
     q_desc, q_rope_desc, q_scale_ptr, latent_desc, rope_desc, scale_desc, table_ptr, table_stride,
     length_ptr, part_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, rows, heads,
     queries, softmax_scale_log2, WIDTH: gl.constexpr, ROPE: gl.constexpr,
-    ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr, PAGE: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, FP8_VALUES: gl.constexpr, LN2: gl.constexpr,
-    num_warps: gl.constexpr,
+    ROPE_COLUMN: gl.constexpr, SCALE_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, FP8_VALUES: gl.constexpr,
+    LN2: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Allocate the buffers and barriers of one part and start its five groups of warps."""
+    """Allocate the buffers and barriers of one part and start its five groups of warps.
+
+    ``COLUMNS`` of a tile's ``WIDTH`` are the row's latent; bulk copies bring zeros for the others.
+    """
     # The programs that combine splits may be launched as soon as these all run.
     tl.extra.cuda.gdc_launch_dependents()
     M: gl.constexpr = 64
@@ -438,9 +447,9 @@ def wide_decode_kernel(
     gl.warp_specialize(
         [
             (accumulate, (0, value_bufs, schedule, results, rows, STAGES, SLOTS, CHUNKS,
-                          FP8_VALUES)),
+                          FP8_VALUES, COLUMNS)),
             (accumulate, (1, value_bufs, schedule, results, rows, STAGES, SLOTS, CHUNKS,
-                          FP8_VALUES)),
+                          FP8_VALUES, COLUMNS)),
             (weigh, (weigh_bufs, q_scale_ptr, schedule, results, shape, STAGES, SLOTS, CHUNKS,
                      FP8_VALUES, LN2)),
             (produce, (tile_bufs, rows_in, schedule, ROPE_COLUMN, SCALE_COLUMN, PAGE, STAGES)),

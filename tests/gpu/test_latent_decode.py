@@ -44,7 +44,10 @@ CASES = [
     *[case(heads, 512) for heads in (16, 64, 128)],
     case(16, 64),
     case(64, 128),
-    case(64, 272),
+    # Between the widths of a tile, which then holds zeros beside the latent.
+    *[case(heads, 224) for heads in (16, 64, 128)],
+    *[case(64, width) for width in (48, 112, 272, 384)],
+    case(64, 224, queries=3),
     case(64, 264),
     case(64, 256, rope=32),
     *[case(64, 256, queries=queries) for queries in (2, 3, 4)],
@@ -78,6 +81,8 @@ FP8_VALUES = [
         case(64, 64),
         case(64, 128),
         case(64, 512),
+        *[case(heads, 224) for heads in (64, 128)],
+        *[case(64, width) for width in (112, 288)],
         case(64, 256, queries=3),
         case(128, 256, queries=2),
         case(64, 256, lengths=(0, 0, 0)),
@@ -94,7 +99,7 @@ def test_fp8_weights_match_float64(shape: DecodeCase) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [case(64, 272), case(64, 256, page_size=16), case(64, 256, row_align=4)], ids=str
+    "shape", [case(64, 264), case(64, 256, page_size=16), case(64, 256, row_align=4)], ids=str
 )
 def test_fp8_weights_are_refused_where_the_hopper_kernels_do_not_read(shape: DecodeCase) -> None:
     inputs = build(replace(shape, tiling=replace(shape.tiling, fp8_values=True)))
@@ -126,7 +131,13 @@ def test_matches_an_emulation_of_its_recursion(heads: int, fp8_values: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "shape", [CASES[4], CASES[5], CASES[7], CASES[20], *FP8_VALUES[:3]], ids=str
+    "shape",
+    [
+        *[case(heads, width) for heads, width in ((64, 256), (128, 256), (64, 512), (64, 224))],
+        case(64, 256, kv_format=BF16, quantized=False),
+        *FP8_VALUES[:3],
+    ],
+    ids=str,
 )
 def test_is_repeatable_bit_by_bit(shape: DecodeCase) -> None:
     inputs = build(shape)
