@@ -128,11 +128,9 @@ def _decode_pool(pages: int) -> Any:
 def _decode_process(case: Case, pages: int, rooms: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     pool = _decode_pool(pages + _SPARE_PAGES)
-    plane = MessageReceivingPlane(DecodePages(pool) if case.stores else _Discard(pool))
-    events = RoomEnd()
-    receiver = DecodeReceiver(
-        ZmqClientLink("benchmark"), plane, identity(), TIMEOUTS, events, lambda peer: None
-    )
+    link, events = ZmqClientLink("benchmark"), RoomEnd()
+    plane = MessageReceivingPlane(link, DecodePages(pool) if case.stores else _Discard(pool))
+    receiver = DecodeReceiver(link, plane, identity(), TIMEOUTS, events, lambda peer: None)
     endpoint = f"tcp://127.0.0.1:{port}"
     for room in range(1, rooms + 1):
         events.done.clear()

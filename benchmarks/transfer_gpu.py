@@ -122,12 +122,11 @@ def _decode_process(setup: Setup, system: System, port: int, pipe: Connection) -
     """Reserve a room for each number of pages that is asked for."""
     torch.set_num_threads(1)
     sink, events = decode_pages(_decode_pool(setup, system.layout(setup.layers))), RoomEnd()
-    plane: ReceivingPlane = MessageReceivingPlane(sink)
+    link = ZmqClientLink("benchmark")
+    plane: ReceivingPlane = MessageReceivingPlane(link, sink)
     if system.name == "nccl":
         plane = GroupReceivingPlane(sink, setup.backend, TIMEOUTS)
-    receiver = DecodeReceiver(
-        ZmqClientLink("benchmark"), plane, identity(), TIMEOUTS, events, lambda peer: None
-    )
+    receiver = DecodeReceiver(link, plane, identity(), TIMEOUTS, events, lambda peer: None)
     endpoint, room = f"tcp://127.0.0.1:{port}", 0
     while (pages := pipe.recv()) > 0:
         room += 1
@@ -187,7 +186,7 @@ class _Prefill:
 def _sending_plane(setup: Setup, system: System, link: Link, pool: Any) -> SendingPlane:
     source = prefill_pages(pool)
     if system.name == "nccl":
-        return GroupSendingPlane(link, source, setup.backend, TIMEOUTS)
+        return GroupSendingPlane(source, setup.backend, TIMEOUTS)
     return MessageSendingPlane(link, source)
 
 

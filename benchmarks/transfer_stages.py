@@ -69,7 +69,8 @@ def wire_stage(
     group = join_group(backend, store, rank, device, _PATIENCE_SECONDS)
     chunk_B = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     begin = group.send if rank == PREFILL_RANK else group.recv
-    _finish([begin(chunk_B)])  # the first makes the connection
+    for _ in range(group.lanes):
+        _finish([begin(chunk_B)])  # a lane's first makes its connection
     calls, pending, begun = [], [], time.perf_counter()
     for _ in range(_CALLS):
         before = time.perf_counter()

@@ -1,6 +1,7 @@
 """Messages between a prefill rank (which serves) and the decode ranks (which connect to it).
 
-One connection a pair of ranks carries both directions::
+One connection a pair of ranks carries both directions, with transfer ``nccl`` a second one what is
+said of rows: Chunk, Done and their answers Credit and Ack::
 
     decode                                     prefill
       Hello(layout, fingerprint, ...)  ──────>            handshake, once a connection
@@ -28,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

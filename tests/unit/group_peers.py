@@ -101,7 +101,7 @@ class Prefill:
         self.events = Events()
         link = ZmqServerLink("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{link.port}"
-        plane: SendingPlane = GroupSendingPlane(link, self.source, cache.backend, PATIENCE)
+        plane: SendingPlane = GroupSendingPlane(self.source, cache.backend, PATIENCE)
         if fault is not None:
             plane = FaultySendingPlane(plane, fault)
         self.sender = PrefillSender(link, plane, cache.identity("p"), PATIENCE, self.events)

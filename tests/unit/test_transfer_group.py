@@ -27,9 +27,11 @@ from tests.unit.group_peers import (
 from tests.unit.transfer_pair import METADATA, Pair, eventually
 from tpla.core.config import FaultPlan
 from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
+from tpla.core.messages import Ack, Chunk, Credit, Done, Reserve
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_group import host_store, join_group, join_store
 from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
+from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 Closing = Callable[[Any], Any]
 
@@ -83,6 +85,22 @@ def test_rows_arrive_bit_for_bit_on_every_rank(
     for rank in ranks:
         assert rank.events.done == {ROOM: METADATA}
         assert rank.holds(TARGET, prefill.rows(SOURCE, rank.pool.layout))
+
+
+def test_what_is_said_of_rows_takes_the_way_of_the_pair_and_not_the_link(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = set()
+    for link in (ZmqServerLink, ZmqClientLink):
+
+        def sends(self: Any, peer: str, message: Any, *more: Any, send: Any = link.send) -> None:
+            said.add(type(message))
+            send(self, peer, message, *more)
+
+        monkeypatch.setattr(link, "send", sends)
+    assert migrate(closing(Prefill(CACHE)), closing(Decode(CACHE)), ROOM)
+    assert Reserve in said
+    assert not said & {Chunk, Credit, Done, Ack}
 
 
 def test_a_room_that_is_aborted_during_a_chunk_leaves_nothing_and_the_next_one_works(

@@ -119,7 +119,7 @@ class Rank:
         self.pool = Pool(layout)
         self.events = Events()
         self.lost: list[str] = []
-        plane: ReceivingPlane = MessageReceivingPlane(self.pool)
+        plane: ReceivingPlane = MessageReceivingPlane(link, self.pool)
         if kind == "gloo":
             plane = GroupReceivingPlane(self.pool, kind, timeouts)
         self.receiver = DecodeReceiver(
@@ -151,7 +151,7 @@ class Pair:
         self.events = Events()
         plane: SendingPlane = MessageSendingPlane(server, SourcePool())
         if kind == "gloo":
-            plane = GroupSendingPlane(server, SourcePool(), kind, timeouts)
+            plane = GroupSendingPlane(SourcePool(), kind, timeouts)
         if fault is not None:
             plane = FaultySendingPlane(plane, fault)
         self.sender = PrefillSender(server, plane, identity("p"), timeouts, self.events)

@@ -84,9 +84,10 @@ class TplaKVManager(CommonKVManager):
             plane = _sending_plane(config, self.link, pool)
             self.sender = PrefillSender(self.link, plane, self.identity, config.timeouts, self)
         else:
+            link = ZmqClientLink(self.identity.instance_id)
             self.receiver = DecodeReceiver(
-                ZmqClientLink(self.identity.instance_id),
-                _receiving_plane(config, pool),
+                link,
+                _receiving_plane(config, link, pool),
                 self.identity,
                 config.timeouts,
                 self,
@@ -214,15 +215,15 @@ def _sending_plane(config: WorkerConfig, link: Link, pool: Any) -> SendingPlane:
     source = prefill_pages(pool)
     plane: SendingPlane = MessageSendingPlane(link, source)
     if config.transfer is Transfer.NCCL:
-        plane = GroupSendingPlane(link, source, config.transfer.value, config.timeouts)
+        plane = GroupSendingPlane(source, config.transfer.value, config.timeouts)
     return plane if config.fault is None else FaultySendingPlane(plane, config.fault)
 
 
-def _receiving_plane(config: WorkerConfig, pool: Any) -> ReceivingPlane:
+def _receiving_plane(config: WorkerConfig, link: Link, pool: Any) -> ReceivingPlane:
     sink = decode_pages(pool)
     if config.transfer is Transfer.NCCL:
         return GroupReceivingPlane(sink, config.transfer.value, config.timeouts)
-    return MessageReceivingPlane(sink)
+    return MessageReceivingPlane(link, sink)
 
 
 class _Polled:

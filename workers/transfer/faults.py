@@ -9,8 +9,9 @@ import time
 
 from tpla.core.config import FaultPlan
 from tpla.core.latent_layout import CacheLayout
+from tpla.core.messages import Done
 from tpla.workers.transfer.digest import Place, place_digest
-from tpla.workers.transfer.protocol import Outbox, Pages, SendingPlane
+from tpla.workers.transfer.protocol import LinkHandler, Outbox, Pages, SendingPlane
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,9 @@ class FaultySendingPlane:
         self._seen = 0
         self._lock = threading.Lock()
 
-    def outbox(self, peer: str, layout: CacheLayout) -> FaultyOutbox:
+    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> FaultyOutbox:
         """As the plane's, hit by the plan that all outboxes share."""
-        return FaultyOutbox(self._plane.outbox(peer, layout), self)
+        return FaultyOutbox(self._plane.outbox(peer, layout, handler), self)
 
     def hits(self) -> bool:
         """Whether the plan names the chunk that is sent now."""
@@ -68,6 +69,10 @@ class FaultyOutbox:
         if plan.kind == "delay":
             time.sleep(plan.delay_seconds)
         return self._outbox.send(place, pages, damaged or plan.kind == "flip")
+
+    def finish(self, done: Done, metadata: bytes) -> None:
+        """As the outbox's."""
+        self._outbox.finish(done, metadata)
 
     def cancel(self) -> None:
         """As the outbox's."""

@@ -5,12 +5,15 @@
     prefill: pack a chunk into one buffer     while others wait and one is sent
     decode:  receive a chunk into one buffer  while others are stored and verified
 
-Messages go over the link as ever: a Chunk announces what is sent next, and decode begins to
-receive when it comes, so that both sides see the chunks in the order of the messages. The prefill
-rank's host never waits for its device, whose own order brings packing before sending; decode's
-waits between receiving and storing, since what is enqueued on a device cannot be taken back when
-the room is given up. NCCL tells nobody that the peer is gone; the link does, or a time-out, and
-whoever owns the group aborts it. The next Hello makes a new group.
+A Chunk announces what is sent next, and decode begins to receive when it comes, so that both sides
+see the chunks in the order of the messages. These, the ends of rooms and what decode answers go
+over a channel of the pair's own; the link, which has more hops, carries the rest. From a push to
+its acknowledgement four threads are woken: prefill's pusher, decode's inbox, prefill's reader of
+answers and the one that waits for the room. The prefill rank's host never waits for its device,
+whose own order brings packing before sending; decode's waits between receiving and storing, since
+what is enqueued on a device cannot be taken back when the room is given up. NCCL tells nobody that
+the peer is gone; the channel does, the link, or a time-out, and whoever owns the group aborts it.
+The next Hello makes a new group.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ import torch
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import TransferAborted, TransferError, TransferTimeout
 from tpla.core.latent_layout import CacheLayout
-from tpla.core.messages import Chunk, Done
+from tpla.core.messages import Ack, Chunk, Credit, Done, Message
 from tpla.workers.transfer.chunk_rows import StagedRows
 from tpla.workers.transfer.digest import Place, place_digest
+from tpla.workers.transfer.pair_channel import PairChannel, accept, dial, listen
 from tpla.workers.transfer.pair_group import (
     DECODE_RANK,
     PREFILL_RANK,
@@ -41,7 +45,7 @@ from tpla.workers.transfer.pair_group import (
 from tpla.workers.transfer.protocol import (
     InboxHandler,
     IncomingStaging,
-    Link,
+    LinkHandler,
     OutgoingStaging,
     Pages,
     PageSink,
@@ -62,47 +66,55 @@ rank has begun to receive from it take messages and launches as long as two chun
 """
 
 _POLL_SECONDS = 20e-6
+"""Between two looks at a device; the kernel makes it 70 microseconds or more."""
+
+_HURRY_SECONDS = 500e-6
+"""So long decode looks without a pause for the rows that a room waits for; it lets others run."""
+
 _GREETING_WORDS = 1
+_CHANNEL_KEY = "channel"
+_JOIN_SECONDS = 5.0
 
 
 class GroupSendingPlane:
     """Implements :class:`~tpla.workers.transfer.protocol.SendingPlane` for ``nccl`` or ``gloo``."""
 
-    def __init__(
-        self, link: Link, source: PageSource, backend: str, timeouts: TransferTimeouts
-    ) -> None:
+    def __init__(self, source: PageSource, backend: str, timeouts: TransferTimeouts) -> None:
         self.name = backend
         self.source = source
-        self._link = link
         self._timeouts = timeouts
 
-    def outbox(self, peer: str, layout: CacheLayout) -> GroupOutbox:
+    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> GroupOutbox:
         """As the protocol's."""
-        return GroupOutbox(self._link, self.source, peer, layout, self.name, self._timeouts)
+        return GroupOutbox(self.source, peer, layout, handler, self.name, self._timeouts)
 
 
 class GroupOutbox:
-    """One decode rank's group and its staging buffers."""
+    """One decode rank's group and its staging buffers, and the thread that reads its answers."""
 
     def __init__(
         self,
-        link: Link,
         source: PageSource,
         peer: str,
         layout: CacheLayout,
+        handler: LinkHandler,
         backend: str,
         timeouts: TransferTimeouts,
     ) -> None:
         self.chunk_bytes, self.first_bytes = CHUNK_BYTES, CHUNK_BYTES // FIRST_SHARE
         self.window_bytes = (SENDING_BUFFERS + RECEIVING_BUFFERS) * CHUNK_BYTES
-        self._link = link
         self._source = source
         self._peer = peer
         self._layout = layout
+        self._handler = handler
         self._backend = backend
         self._timeouts = timeouts
         self._store = host_store(timeouts.handshake)
         self.port: int = self._store.port
+        self._listener = listen()
+        self._store.set(_CHANNEL_KEY, str(self._listener.getsockname()[1]))
+        self._channel: PairChannel | None = None
+        self._reader = threading.Thread(target=self._read, name=f"tpla-acks-{peer}", daemon=True)
         self._cancelled = threading.Event()
         self._group: PairGroup | None = None
         self._page_bytes = source.page_size * layout.token_bytes
@@ -110,7 +122,7 @@ class GroupOutbox:
         self._next = 0
 
     def connect(self) -> None:
-        """As the protocol's; the first operation makes NCCL's connection, so it is made here."""
+        """As the protocol's; NCCL connects at a lane's first operation, so that is done here."""
         device, patience = self._source.device, self._timeouts.handshake
         self._group = join_group(self._backend, self._store, PREFILL_RANK, device, patience)
         size = max(self.chunk_bytes, self._page_bytes)
@@ -118,17 +130,20 @@ class GroupOutbox:
             _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
         ]
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
-        _wait(self._group.send(greeting), patience, self._cancelled, f"{self._peer} to join")
+        for _ in range(self._group.lanes):
+            _wait(self._group.send(greeting), patience, self._cancelled, f"{self._peer} to join")
+        self._channel = accept(self._listener, patience, self._timeouts.push)
+        self._reader.start()
 
     def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the protocol's; waits until the chunk before in the same buffer is sent."""
-        assert self._group is not None
+        assert self._group is not None and self._channel is not None
         buffer, seed = self._buffers[self._next], place_digest(place)
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.pending is not None:
             _wait(buffer.pending, self._timeouts.push, self._cancelled, f"{self._peer} to receive")
             buffer.pending = None
-        self._link.send(self._peer, Chunk(*place, seed))
+        self._channel.send(Chunk(*place, seed))
         try:
             wire_B = buffer.staging.pack(pages, seed)
             if damaged:
@@ -138,18 +153,42 @@ class GroupOutbox:
             raise TransferError(f"chunk {place} was announced and not sent: {error!r}") from error
         return seed
 
+    def finish(self, done: Done, metadata: bytes) -> None:
+        """As the protocol's."""
+        assert self._channel is not None
+        self._channel.send(done, metadata)
+
     def cancel(self) -> None:
         """As the protocol's."""
         self._cancelled.set()
+        if self._channel is not None:
+            self._channel.shut()
 
     def close(self) -> None:
         """As the protocol's."""
+        self._cancelled.set()
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.shut()
+            self._reader.join(_JOIN_SECONDS)
+            self._channel.close()
         if self._group is not None:
             self._group.abort()
         for buffer in self._buffers:
             if buffer.staging.ready is not None:
                 buffer.staging.ready.synchronize()  # a device may write to what is freed here
         self._buffers.clear()
+
+    def _read(self) -> None:
+        """Deliver decode's answers until either end closes the channel."""
+        assert self._channel is not None
+        try:
+            while True:
+                for message, _ in self._channel.receive(waits=True):
+                    self._handler.on_message(self._peer, message, None)
+        except TransferError:
+            if not self._cancelled.is_set():
+                self._handler.on_disconnect(self._peer)
 
 
 class GroupReceivingPlane:
@@ -185,26 +224,26 @@ class GroupInbox:
         self._timeouts = timeouts
         self._group: PairGroup | None = None
         self._page_bytes = sink.page_size * sink.layout.token_bytes
-        self._messages: deque[tuple[Chunk | Done, bytes]] = deque()
+        self._channel: PairChannel | None = None
+        self._messages: deque[tuple[Message, bytes]] = deque()
         self._arriving: deque[_Arrival] = deque()
         self._storing: deque[_Arrival] = deque()
         self._free: deque[IncomingStaging] = deque()
-        self._condition = threading.Condition()
+        self._owed = 0
+        self._progressed = 0.0
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tpla-pull-{peer}", daemon=True)
         self._thread.start()
 
     def submit(self, message: Chunk | Done, payload: memoryview | None) -> None:
-        """As the protocol's."""
-        with self._condition:
-            self._messages.append((message, bytes(payload or b"")))
-            self._condition.notify_all()
+        """Nothing of this plane comes over the link."""
+        raise TransferError(f"{self._peer} announced {message} over the link")
 
     def close(self) -> None:
         """As the protocol's."""
-        with self._condition:
-            self._cancelled.set()
-            self._condition.notify_all()
+        self._cancelled.set()
+        if self._channel is not None:
+            self._channel.shut()
 
     def join(self, timeout: float) -> None:
         """As the protocol's."""
@@ -220,6 +259,8 @@ class GroupInbox:
                 reason = f"the {self._backend} data plane of {self._peer} broke: {error!r}"
                 self._handler.on_broken(self._peer, self, TransferError(reason))
         finally:
+            if self._channel is not None:
+                self._channel.close()
             if self._group is not None:
                 self._group.abort()
 
@@ -227,39 +268,58 @@ class GroupInbox:
         device, patience = self._sink.device, self._timeouts.handshake
         host = urlsplit(self._peer).hostname or ""
         store = join_store(host, self._port, patience)
+        self._channel = dial(host, int(store.get(_CHANNEL_KEY)), patience, self._timeouts.push)
         self._group = join_group(self._backend, store, DECODE_RANK, device, patience)
         size = max(CHUNK_BYTES, self._page_bytes)
         self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
-        _wait(self._group.recv(greeting), patience, self._cancelled, f"{self._peer} to join")
+        for _ in range(self._group.lanes):
+            _wait(self._group.recv(greeting), patience, self._cancelled, f"{self._peer} to join")
 
     def _turn(self) -> None:
-        """Go on with whatever can go on, else wait for a moment or a message."""
-        message, payload = self._take()
+        """Go on with whatever can go on, else wait for a message or a moment."""
+        assert self._channel is not None
+        if self._take() or self._store_first() or self._free_first():
+            self._progressed = time.monotonic()
+            return
+        if self._owed and not self._ends():  # nobody waits for credit, a room's end is waited for
+            self._channel.send(Credit(self._owed))
+            self._owed = 0
+        if self._busy():
+            time.sleep(0 if self._hurries() else _POLL_SECONDS)
+        self._messages.extend(self._channel.receive(waits=not self._busy()))
+
+    def _take(self) -> bool:
+        """Do what the next message says, if its time has come."""
+        if not self._messages:
+            return False
+        message, payload = self._messages[0]
         if isinstance(message, Chunk):
+            if not self._free:
+                return False
             self._begin(message)
         elif isinstance(message, Done):
-            self._handler.on_done(self._peer, message, memoryview(payload))
-        elif not self._store_first() and not self._free_first():
-            with self._condition:
-                if self._busy():
-                    self._condition.wait(_POLL_SECONDS)
-                elif not self._messages and not self._cancelled.is_set():
-                    self._condition.wait()
+            if self._busy():
+                return False
+            self._end(message, payload)
+        else:
+            raise TransferError(f"{message} announces no rows")
+        self._messages.popleft()
+        return True
 
-    def _take(self) -> tuple[Chunk | Done | None, bytes]:
-        """The next message, if its time has come."""
-        with self._condition:
-            message = self._messages[0][0] if self._messages else None
-            begins = isinstance(message, Chunk) and bool(self._free)
-            ends = isinstance(message, Done) and not self._busy()
-            return self._messages.popleft() if begins or ends else (None, b"")
+    def _end(self, done: Done, metadata: bytes) -> None:
+        assert self._channel is not None
+        if self._handler.on_done(self._peer, done, memoryview(metadata)):
+            self._channel.send(Ack(done.room))
 
     def _ends(self) -> bool:
-        """Whether a room's end is all that waits for what is being stored: so may this thread."""
-        with self._condition:
-            message = self._messages[0][0] if self._messages else None
-            return isinstance(message, Done) and not self._arriving
+        """Whether a room's end waits for what is here or on its way."""
+        return bool(self._messages) and isinstance(self._messages[0][0], Done)
+
+    def _hurries(self) -> bool:
+        """Whether a pause would delay a room: no more is on its way than what comes next."""
+        last = self._ends() or len(self._arriving) + len(self._storing) == 1
+        return last and time.monotonic() < self._progressed + _HURRY_SECONDS
 
     def _busy(self) -> bool:
         return bool(self._arriving or self._storing)
@@ -289,11 +349,15 @@ class GroupInbox:
 
     def _free_first(self) -> bool:
         """Have the first chunk that is being stored verified, if it is."""
-        if not self._storing or not (self._storing[0].staging.stored() or self._ends()):
+        if not self._storing:
+            return False
+        alone = self._ends() and not self._arriving  # a device may be waited for
+        if not (alone or self._storing[0].staging.stored()):
             return False
         arrival = self._storing.popleft()
         self._handler.on_stored(self._peer, arrival.chunk, arrival.rows)
         self._free.append(arrival.staging)
+        self._owed += arrival.rows.nbytes
         return True
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tpla.core.config import Transfer
 from tpla.core.latent_layout import CacheLayout
-from tpla.core.messages import Chunk, Done
+from tpla.core.messages import Ack, Chunk, Credit, Done
 from tpla.workers.transfer.chunk_rows import HostRows
 from tpla.workers.transfer.digest import Place, chunk_digest
 from tpla.workers.transfer.protocol import (
     InboxHandler,
     Link,
+    LinkHandler,
     Pages,
     PageSink,
     PageSource,
@@ -32,8 +35,8 @@ class MessageSendingPlane:
         self.source = source
         self._link = link
 
-    def outbox(self, peer: str, layout: CacheLayout) -> MessageOutbox:
-        """As the protocol's."""
+    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> MessageOutbox:
+        """As the protocol's; answers come over the link."""
         return MessageOutbox(self._link, self.source, peer, layout)
 
 
@@ -62,6 +65,10 @@ class MessageOutbox:
         self._link.send(self._peer, Chunk(*place, digest), rows)
         return digest
 
+    def finish(self, done: Done, metadata: bytes) -> None:
+        """As the protocol's."""
+        self._link.send(self._peer, done, np.frombuffer(metadata, dtype=np.uint8))
+
     def cancel(self) -> None:
         """No method waits."""
 
@@ -74,18 +81,20 @@ class MessageReceivingPlane:
 
     name = Transfer.ZMQ.value
 
-    def __init__(self, sink: PageSink) -> None:
+    def __init__(self, link: Link, sink: PageSink) -> None:
         self.sink = sink
+        self._link = link
 
     def inbox(self, peer: str, port: int, handler: InboxHandler) -> MessageInbox:
         """As the protocol's."""
-        return MessageInbox(peer, handler)
+        return MessageInbox(self._link, peer, handler)
 
 
 class MessageInbox:
     """Hands each message on at once, on the link's thread."""
 
-    def __init__(self, peer: str, handler: InboxHandler) -> None:
+    def __init__(self, link: Link, peer: str, handler: InboxHandler) -> None:
+        self._link = link
         self._peer = peer
         self._handler = handler
 
@@ -97,8 +106,9 @@ class MessageInbox:
                 self._handler.on_rows(self._peer, message, rows)
             finally:
                 self._handler.on_stored(self._peer, message, rows)
-        else:
-            self._handler.on_done(self._peer, message, payload or memoryview(b""))
+                self._link.send(self._peer, Credit(rows.nbytes))
+        elif self._handler.on_done(self._peer, message, payload or memoryview(b"")):
+            self._link.send(self._peer, Ack(message.room))
 
     def close(self) -> None:
         """Nothing is kept here."""

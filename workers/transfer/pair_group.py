@@ -7,12 +7,13 @@ there until both ranks are present.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from tpla.core.errors import TransferError
 
@@ -34,7 +35,13 @@ class Pending(Protocol):
 
 
 class PairGroup(Protocol):
-    """Contiguous tensors to and from the other rank, each way in the order of the calls."""
+    """Contiguous tensors to and from the other rank, each way in the order of the calls.
+
+    Attributes:
+        lanes: calls take turns between so many; those of one wait for each other on the device.
+    """
+
+    lanes: int
 
     def send(self, tensor: torch.Tensor, ready: torch.cuda.Event | None = None) -> Pending:
         """Begin to send all of ``tensor``, which must not change until it is done.
@@ -87,37 +94,51 @@ def join_group(
 
 
 class NcclGroup:
-    """Between two GPUs. Operations run on NCCL's own stream, behind those of the group alone."""
+    """Between two GPUs. Operations of a lane run on NCCL's own stream, behind its own alone.
+
+    A lane pauses after each send until both GPUs have begun the next, a twentieth of the time in
+    chunks of 128 MiB; another lane sends meanwhile. Each one's kernels take processors of both
+    GPUs while they run, so there are no more than it takes.
+    """
+
+    lanes = 2
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL
 
-        options = ProcessGroupNCCL.Options()
-        options._timeout = _NCCL_PATIENCE
-        # Else NCCL's kernels queue for the processors behind those that gather or scatter a chunk.
-        options.is_high_priority_stream = True
         self._other = 1 - rank
-        self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            self._group: Any = ProcessGroupNCCL(store, rank, 2, options)
+        self._lanes: list[tuple[Any, torch.cuda.Stream]] = []
+        for lane in range(self.lanes):
+            options = ProcessGroupNCCL.Options()
+            options._timeout = _NCCL_PATIENCE
+            # Else NCCL's kernels queue for the processors behind a chunk's gather or scatter.
+            options.is_high_priority_stream = True
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                group = ProcessGroupNCCL(PrefixStore(f"lane{lane}", store), rank, 2, options)
+            self._lanes.append((group, stream))
+        self._turns = itertools.cycle(self._lanes)
 
     def send(self, tensor: torch.Tensor, ready: torch.cuda.Event | None = None) -> Pending:
         """As the protocol's."""
+        group, stream = next(self._turns)
         if ready is not None:
-            self._stream.wait_event(ready)
-        return self._begin(self._group.send, tensor)
+            stream.wait_event(ready)
+        return self._begin(group.send, tensor, stream)
 
     def recv(self, tensor: torch.Tensor) -> Pending:
         """As the protocol's; nothing may use ``tensor`` any more when this is called."""
-        return self._begin(self._group.recv, tensor)
+        group, stream = next(self._turns)
+        return self._begin(group.recv, tensor, stream)
 
     def abort(self) -> None:
         """As the protocol's."""
-        self._group.abort()
+        for group, _ in self._lanes:
+            group.abort()
 
-    def _begin(self, operation: Any, tensor: torch.Tensor) -> _NcclWork:
+    def _begin(self, operation: Any, tensor: torch.Tensor, stream: torch.cuda.Stream) -> _NcclWork:
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 return _NcclWork(operation([tensor], self._other, 0))
         except RuntimeError as error:
             raise TransferError(f"NCCL: {error}") from error
@@ -143,6 +164,8 @@ class GlooGroup:
     Gloo can neither be asked whether an operation is complete nor be told to end it, so a thread
     waits for each one, ``timeout`` seconds at most.
     """
+
+    lanes = 1
 
     def __init__(self, store: TCPStore, rank: int, timeout: float) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

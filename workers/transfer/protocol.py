@@ -216,6 +216,9 @@ class Outbox(Protocol):
             The digest that was announced.
         """
 
+    def finish(self, done: Done, metadata: bytes) -> None:
+        """Tell a room's end, behind the chunks that were sent."""
+
     def cancel(self) -> None:
         """End a wait in any method with TransferAborted; from any thread."""
 
@@ -229,15 +232,29 @@ class SendingPlane(Protocol):
     name: str
     source: PageSource
 
-    def outbox(self, peer: str, layout: CacheLayout) -> Outbox:
-        """The way to a decode rank; never blocks."""
+    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> Outbox:
+        """The way to a decode rank; never blocks.
+
+        Args:
+            peer: the rank.
+            layout: of its rows.
+            handler: gets its answers, Credit and Ack, from the link or on a thread of the outbox,
+                and word that it is gone.
+        """
 
 
 class Inbox(Protocol):
-    """What comes from one prefill rank: chunks and the ends of rooms, in order."""
+    """What comes from one prefill rank: chunks and the ends of rooms, in order.
+
+    It answers Credit when the handler has stored a chunk, and Ack when it says that a room is done.
+    """
 
     def submit(self, message: Chunk | Done, payload: memoryview | None) -> None:
-        """A message arrived; ``payload`` is valid during the call. Never blocks."""
+        """A message arrived over the link; ``payload`` is valid during the call. Never blocks.
+
+        Raises:
+            TransferError: rows of this plane are announced elsewhere.
+        """
 
     def close(self) -> None:
         """Give up what is on its way; nothing is delivered afterwards but what is at hand."""
@@ -255,8 +272,8 @@ class InboxHandler(Protocol):
     def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
         """What was begun with them is complete; afterwards their memory is used again."""
 
-    def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
-        """The room's end, after all its rows; valid during the call."""
+    def on_done(self, peer: str, done: Done, metadata: memoryview) -> bool:
+        """The room's end, after all its rows; valid during the call. Whether it is complete."""
 
     def on_broken(self, peer: str, inbox: Inbox, error: TransferError) -> None:
         """Nothing more comes through this inbox."""

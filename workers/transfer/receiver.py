@@ -28,9 +28,7 @@ from tpla.core.messages import (
     PROTOCOL_VERSION,
     Abort,
     AbortAck,
-    Ack,
     Chunk,
-    Credit,
     Done,
     Dropped,
     Hello,
@@ -199,6 +197,7 @@ class DecodeReceiver:
             inboxes = [peer.inbox for peer in self._peers.values() if peer.inbox is not None]
             for peer in self._peers.values():
                 _close_inbox(peer)
+            self._peers.clear()
         for inbox in inboxes:
             inbox.join(_JOIN_SECONDS)
         self._link.close()
@@ -349,7 +348,6 @@ class DecodeReceiver:
                     self._account(state, chunk, rows)
                 else:
                     self._give_up(chunk.room, _damaged(chunk))
-            self._link.send(peer, Credit(rows.nbytes))
 
     def _account(self, state: _Room, chunk: Chunk, rows: ArrivedRows) -> None:
         state.digests.append(chunk.digest)
@@ -357,12 +355,12 @@ class DecodeReceiver:
         state.deadline = time.monotonic() + self._timeouts.push
         self.statistics.count_bytes(rows.nbytes, chunk.pages * self._sink.page_size)
 
-    def on_done(self, peer: str, done: Done, metadata: memoryview) -> None:
-        """The room's end: verify the whole of it and acknowledge."""
+    def on_done(self, peer: str, done: Done, metadata: memoryview) -> bool:
+        """The room's end: verify the whole of it; the inbox acknowledges what is."""
         with self._lock:
             state = self._rooms.get(done.room)
             if state is None or state.closed or state.reservation is None:
-                return
+                return False
             complete = (
                 done.chunks == len(state.digests)
                 and done.pages == state.pages_received == len(state.reservation.pages)
@@ -371,11 +369,11 @@ class DecodeReceiver:
             )
             if not complete:
                 self._give_up(done.room, _incomplete(done, state))
-                return
+                return False
             state.closed = state.done = True
             state.deadline = float("inf")
             self._events.on_done(done.room, bytes(metadata))
-            self._link.send(peer, Ack(done.room))
+            return True
 
     def on_broken(self, peer: str, inbox: Inbox, error: TransferError) -> None:
         """No more rows come from a prefill rank: drop it, a later request greets it anew."""

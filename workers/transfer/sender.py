@@ -1,7 +1,8 @@
 """Prefill's half of KV transfer: who has reserved what, what was pushed, who has acknowledged.
 
 Threads: the engine calls :class:`PrefillSender`'s public methods; messages and ticks come on the
-link's thread; each decode rank has a pusher thread, so that one that stalls delays no other.
+link's thread, answers to rows also on one of their outbox; each decode rank has a pusher thread, so
+that one that stalls delays no other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import (
@@ -232,7 +231,7 @@ class PrefillSender:
         previous = self._pushers.pop(peer, None)
         if previous is not None:
             previous.stop()
-        outbox = self._plane.outbox(peer, layout)
+        outbox = self._plane.outbox(peer, layout, self)
         self._pushers[peer] = Pusher(peer, layout, outbox, self)
         self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
         logger.info("decode rank %s: %s, %d bytes a token", peer, layout, layout.token_bytes)
@@ -313,7 +312,7 @@ class PrefillSender:
             self._fail(abort.room, TransferAborted(f"decode aborted: {abort.reason}"))
             if not state.opened:
                 self._rooms.pop(abort.room, None)
-        # Chunks sent before travel ahead of this on the same connection, and none follows.
+        # No chunk follows; those on their way find the room given up.
         self._link.send(peer, AbortAck(abort.room))
 
     def _on_ping(self, peer: str, ping: Ping) -> None:
@@ -432,4 +431,4 @@ class PrefillSender:
             pages=task.page_start + len(task.pages),
             digest=room_digest(task.room, digests, task.metadata),
         )
-        self._link.send(pusher.peer, done, np.frombuffer(task.metadata, dtype=np.uint8))
+        pusher.outbox.finish(done, task.metadata)
