@@ -2,9 +2,12 @@
 
     python -m tpla.benchmarks.accuracy --calibration TRAIN --text HELD_OUT --json OUT --plot OUT.png
 
-Each plan is converted in each variant, ``method:alignment``, and evaluated with FP8 rows after an
-exact prefill of half the context. A plan is ``GROUPS:CORE_DIMS``, with one number or one for each
-layer, or ``GROUPS:<=BYTES``, what ``tpla convert --bytes-per-token BYTES`` chooses.
+Each plan is converted in each variant, ``METHOD:ALIGNMENT``, and evaluated with FP8 rows after an
+exact prefill of half the context. ``METHOD:ALIGNMENT:averaged`` averages the core's values over the
+groups where decode counts them in one, and begins the fit of values there; nothing serves it.
+
+A plan is ``GROUPS:CORE_DIMS``, with one number or one for each layer, or ``GROUPS:<=BYTES``, what
+``tpla convert --bytes-per-token BYTES`` chooses.
 
 Figures: KL to exact MLA, perplexity and the exact model's, agreement; bytes of a row on one rank,
 mean over the layers, and as a share of the whole latent's FP8 row. ``--questions``, for models of
@@ -39,7 +42,7 @@ from tpla.convert.planning import Budget
 from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_questions
 from tpla.convert.report_plots import draw_error_against_bytes
 from tpla.convert.rotation import Method
-from tpla.convert.sliced_attention import DecodeSpec, Mode
+from tpla.convert.sliced_attention import CoreValues, DecodeSpec, Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
@@ -51,6 +54,7 @@ _COLUMNS = (
     "core_dims",
     "method",
     "alignment",
+    "core_values",
     "row_bytes",
     "latent_share",
     "kl",
@@ -90,12 +94,14 @@ def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, An
             held.text, load_tokenizer(model), held.context, held.max_tokens, False
         )
         spec = subject.spec(Mode.TPLA, KVFormat.FP8, held.context // 2)
+        spec = replace(spec, core_values=options.core_values)
         exact = subject.spec(Mode.MLA, KVFormat.FP32, held.context // 2)
         row, exact_row = evaluate_specs(subject, sequences, [spec, exact], held.context)
         answers = _answers(subject, spec, held) if held.questions else {}
     return {
         **asdict(row),
         "exact_ppl": exact_row.ppl,
+        "core_values": options.core_values.value,
         **_bytes(manifest.plan, int(subject.model.config.qk_rope_head_dim)),
         **answers,
         "calibration_tokens": options.max_tokens,
@@ -147,6 +153,17 @@ def with_plan(model: Path, options: ConversionOptions, plan: str) -> ConversionO
     return replace(options, core_dims=parse_core_dims(core_dims))
 
 
+def with_variant(options: ConversionOptions, variant: str) -> ConversionOptions:
+    """The options with ``METHOD:ALIGNMENT`` or ``METHOD:ALIGNMENT:CORE_VALUES``."""
+    method, alignment, *core_values = variant.split(":")
+    return replace(
+        options,
+        method=Method(method),
+        alignment=Alignment(alignment),
+        core_values=CoreValues(*core_values or [CoreValues.COUNTED]),
+    )
+
+
 def main(
     calibration: Annotated[Path, typer.Option(help="text to convert with")],
     text: Annotated[Path, typer.Option(help="text to evaluate on")],
@@ -155,7 +172,9 @@ def main(
         list[str] | None,
         typer.Option(help="GROUPS:CORE_DIMS, or GROUPS:<=BYTES of a row; repeatable"),
     ] = None,
-    variant: Annotated[list[str] | None, typer.Option(help="METHOD:ALIGNMENT, repeatable")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="METHOD:ALIGNMENT[:averaged], repeatable")
+    ] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
     calibration_context: Annotated[
         int | None, typer.Option(help="tokens of a calibration sequence, if not the same")
@@ -187,9 +206,8 @@ def main(
     header, rows = describe_machine(command_line("accuracy")), []
     for each in plan or PLANS:
         planned = with_plan(model, options, each)
-        for method, alignment in (chosen.split(":") for chosen in variant or VARIANTS):
-            chosen = replace(planned, method=Method(method), alignment=Alignment(alignment))
-            rows.append(measure(model, chosen, held))
+        for chosen in variant or VARIANTS:
+            rows.append(measure(model, with_variant(planned, chosen), held))
             typer.echo("  ".join(_cell(name, rows[-1][name]) for name in _COLUMNS), err=True)
             if json_path is not None:
                 document = {"header": header, "model": model.name, "rows": rows}
