@@ -34,7 +34,12 @@ from tpla.convert.endpoint_tasks import (
 )
 from tpla.convert.eval_detail import Detail, evaluate_detail
 from tpla.convert.sliced_attention import DecodeSpec, Mode
+from tpla.convert.spectrum import Spectrum
+from tpla.core.checkpoint import Manifest
 from tpla.core.latent_layout import KVFormat, describe_core
+
+_ENERGIES = (90, 99, 99.9)
+"""Per cent of a layer's energy that ``tpla eval spectrum`` gives the dims of."""
 
 _eval_app = typer.Typer(
     add_completion=False,
@@ -138,6 +143,23 @@ def _detail(
     _print_detail(detail)
     if out is not None:
         write_json(out, asdict(detail))
+
+
+@_eval_app.command("spectrum")
+def _spectrum(
+    model: Annotated[Path, typer.Argument(help="converted checkpoint")], out: _Json = None
+) -> None:
+    """Leading dims that hold most of each layer's energy, and what one rank's row holds."""
+    spectrum = Spectrum.of(Manifest.load(model))
+    shown = [f"{energy:g} %" for energy in _ENERGIES]
+    table = Table("layer", "core", *shown, "in one row", box=SIMPLE, caption="dims that hold")
+    for layer in range(spectrum.plan.num_layers):
+        dims = [str(spectrum.dims_for(layer, energy / 100)) for energy in _ENERGIES]
+        core = str(spectrum.plan.core_dims[layer])
+        table.add_row(str(layer), core, *dims, f"{spectrum.stored(layer):.2%}")
+    Console().print(table)
+    if out is not None:
+        write_json(out, spectrum.to_dict(), indent=None)
 
 
 @_eval_app.command("tasks")

@@ -7,12 +7,12 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from tpla.core.checkpoint import Manifest
+from tpla.convert.spectrum import Spectrum
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import describe_core
 
 
-def draw_spectrum(manifest: Manifest, picture: Path) -> None:
+def draw_spectrum(spectrum: Spectrum, picture: Path) -> None:
     """Share of each layer's latent energy in the leading dims; bounds of the slices dotted.
 
     Raises:
@@ -20,18 +20,18 @@ def draw_spectrum(manifest: Manifest, picture: Path) -> None:
     """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for layer, shares in enumerate(manifest.spectrum):
+    for layer, shares in enumerate(spectrum.shares):
         axes.plot(range(1, len(shares) + 1), list(accumulate(shares)), label=f"layer {layer}")
-    plan = manifest.plan
+    plan = spectrum.plan
     shards = {plan.layer(layer) for layer in range(plan.num_layers)}
     starts = {shard.slice_bounds(group)[0] for shard in shards for group in range(plan.groups)}
     for start in sorted(starts):
         axes.axvline(start, color="grey", linestyle=":", linewidth=1)
     axes.set(
-        xlabel=f"leading dims ({manifest.method})", ylabel="share of the latent's energy",
+        xlabel=f"leading dims ({spectrum.method})", ylabel="share of the latent's energy",
         ylim=(None, 1.0),
     )  # fmt: skip
-    if len(manifest.spectrum) <= 12:
+    if plan.num_layers <= 12:
         axes.legend(fontsize=8)
     _save(figure, picture)
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import make_checkpoint, write_text
-from tpla.convert import report_cli
+from tpla.convert import eval_cli, report_cli
 from tpla.convert.endpoint_tasks import EndpointResult, TaskRow
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.report import Findings, read_rows, write_report
+from tpla.convert.spectrum import Spectrum
+from tpla.core.checkpoint import Manifest
 
 PNG = b"\x89PNG"
 
@@ -70,6 +72,28 @@ def test_results_on_disk_make_the_same_tables(
     assert _tables(second) == _tables(first.split("## Spectrum")[0])
 
 
+def test_a_spectrum_outlives_its_checkpoint(
+    folder: Path, reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "spectrum_kept.json"
+    monkeypatch.setattr(
+        sys, "argv", ["tpla eval", "spectrum", str(folder / "converted"), "--json", str(kept)]
+    )
+    with pytest.raises(SystemExit) as stop:
+        eval_cli.evaluate()
+    assert not stop.value.code
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 0
+    _, described = (reported / "report.md").read_text().split("## Spectrum: converted\n")
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert described.replace("spectrum-converted", "spectrum-kept") in page
+    assert (tmp_path / "out" / "spectrum-kept.png").read_bytes().startswith(PNG)
+    spectrum = Spectrum.load(kept)
+    measured = Manifest.load(folder / "converted").spectrum
+    for layer, shares in enumerate(measured):
+        enough = spectrum.dims_for(layer, 0.9)
+        assert sum(shares[: enough - 1]) < 0.9 <= sum(shares[:enough]) + 1e-3
+
+
 def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     sweep = [
         {
@@ -117,6 +141,10 @@ def test_nothing_to_report_and_foreign_files_are_refused(
     assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
     assert "eval_x.json holds no rows" in capsys.readouterr().err
     (tmp_path / "eval_x.json").unlink()
+    (tmp_path / "spectrum_x.json").write_text('{"plan": {}}')
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
+    assert "spectrum_x.json holds no result" in capsys.readouterr().err
+    (tmp_path / "spectrum_x.json").unlink()
     (tmp_path / "accuracy_x.json").write_text("[]")
     assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
     assert "accuracy_x.json holds no result" in capsys.readouterr().err
