@@ -19,6 +19,7 @@ from typing import Any
 from tpla.convert.endpoint_tasks import EndpointResult, load_results
 from tpla.convert.evaluate import EvalRow
 from tpla.convert.report_plots import draw_error_against_bytes, draw_spectrum
+from tpla.convert.sliced_attention import CoreValues
 from tpla.convert.spectrum import Spectrum
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import describe_core
@@ -245,23 +246,16 @@ def _measured_on(sweep: Sweep) -> str:
 
 
 def _sweep(rows: Sequence[dict[str, Any]]) -> str:
-    columns = [
-        "groups",
-        "core dims",
-        "method",
-        "alignment",
-        "bytes/token",
-        "of the whole row",
-        "KL",
-        "top-1",
-    ]
+    columns = ["groups", "core dims", "method", "alignment"]
+    shared = len({_core_values(row) for row in rows}) > 1
+    columns += ["core's values"] * shared + ["bytes/token", "of the whole row", "KL", "top-1"]
     judged = all("exact_ppl" in row for row in rows)
     asked = all("questions" in row for row in rows)
     columns += ["ppl ratio"] * judged + ["recall", "tasks"] * asked
     lines = []
     for row in rows:
         cells = [str(row["groups"]), describe_core(row["core_dims"]), row["method"]]
-        cells += [row["alignment"], f"{row['row_bytes']:g}"]
+        cells += [row["alignment"], *[_core_values(row)] * shared, f"{row['row_bytes']:g}"]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
         if judged:
             cells.append(f"{row['ppl'] / row['exact_ppl']:.5f}")
@@ -270,6 +264,11 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(cells)
     parts = [_table(columns, lines), *_divisions(rows)]
     return "\n\n".join([*parts, _questions(rows[0])] if asked else parts)
+
+
+def _core_values(row: dict[str, Any]) -> str:
+    """How groups share the core's values; files of earlier releases do not say."""
+    return str(row.get("core_values", CoreValues.COUNTED.value))
 
 
 def _divisions(rows: Sequence[dict[str, Any]]) -> list[str]:

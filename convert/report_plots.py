@@ -7,6 +7,7 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+from tpla.convert.sliced_attention import CoreValues
 from tpla.convert.spectrum import Spectrum
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import describe_core
@@ -37,7 +38,7 @@ def draw_spectrum(spectrum: Spectrum, picture: Path) -> None:
 
 
 def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> None:
-    """KL over the share of a row, one mark for each method and alignment.
+    """KL over the share of a row, one mark for each method, alignment and ``core_values``.
 
     Args:
         rows: with ``groups``, ``core_dims``, ``method``, ``alignment``, ``row_share`` and ``kl``.
@@ -48,11 +49,10 @@ def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> N
     """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    variants = sorted({(row["method"], row["alignment"]) for row in rows})
-    for variant, mark in zip(variants, cycle("o^sDv"), strict=False):
-        chosen = [row for row in rows if (row["method"], row["alignment"]) == variant]
+    for variant, mark in zip(sorted({_variant(row) for row in rows}), cycle("o^sDv"), strict=False):
+        chosen = [row for row in rows if _variant(row) == variant]
         axes.plot([row["row_share"] for row in chosen], [row["kl"] for row in chosen], mark,
-                  label=f"{variant[0]}, alignment: {variant[1]}")  # fmt: skip
+                  label=variant)  # fmt: skip
     highest = {
         (row["groups"], describe_core(row["core_dims"]), row["row_bytes"]): row
         for row in sorted(rows, key=_kl)
@@ -64,6 +64,12 @@ def draw_error_against_bytes(rows: Sequence[dict[str, Any]], picture: Path) -> N
              ylabel="KL to exact MLA")  # fmt: skip
     axes.legend(fontsize=8)
     _save(figure, picture)
+
+
+def _variant(row: dict[str, Any]) -> str:
+    averaged = row.get("core_values") == CoreValues.AVERAGED.value
+    core = ", core's values averaged" if averaged else ""
+    return f"{row['method']}, alignment: {row['alignment']}{core}"
 
 
 def _kl(row: dict[str, Any]) -> float:

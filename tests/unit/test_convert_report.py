@@ -113,6 +113,8 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     cut = {"header": {"note": "cut short"}, "model": "large", "rows": [sweep[0] | asked]}
     (tmp_path / "accuracy_x.json").write_text(json.dumps(whole))
     (tmp_path / "accuracy_y.json").write_text(json.dumps(cut))
+    shared = [sweep[0] | {"core_values": each} for each in ("counted", "averaged")]
+    (tmp_path / "accuracy_z.json").write_text(json.dumps(whole | {"rows": shared}))
     document = {"endpoints": [asdict(result) for result in results]}
     (tmp_path / "tasks_x.json").write_text(json.dumps(document))
     findings = Findings()
@@ -125,6 +127,8 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     x, y = page.index("bytes: accuracy_x"), page.index("bytes: accuracy_y")
     assert x < page.index("Model: embedded") < y < page.index("Model: large")
     assert page.index("Of the run: cut short") > y and page.count("Of the run") == 1
+    assert "| 2 | 0 | pca | none | averaged | 132 |" in page
+    assert page.count("| core's values |") == 1
     assert "| 95.00% | 1.00100 | 99.0% of 100.0% | 98.0% of 99.5% |" in page
     assert "100 held-out questions over 3000 tokens" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
