@@ -12,7 +12,7 @@ A plan is ``GROUPS:CORE_DIMS``, with one number or one for each layer, or ``GROU
 Figures: KL to exact MLA, perplexity and the exact model's, agreement; bytes of a row on one rank,
 mean over the layers, and as a share of the whole latent's FP8 row. ``--questions``, for models of
 ``convert/reference``, adds shares of held-out questions that decode answers exactly after an exact
-prefill: recall over ``--recall-distance`` tokens, and the mean of the other tasks.
+prefill: ``--recall-questions`` over ``--recall-distance`` tokens, and the mean of the other tasks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Held:
         text: held-out text.
         context: tokens of a sequence.
         max_tokens: of the text, at most.
-        questions: of each kind; 0: none are asked.
+        questions: of each task; 0: none are asked, nor of recall.
+        recall_questions: of recall; None: as many as of a task.
         recall_distance: tokens between a fact and the question about it.
     """
 
@@ -81,7 +82,13 @@ class Held:
     context: int
     max_tokens: int
     questions: int = 0
+    recall_questions: int | None = None
     recall_distance: int = 3000
+
+    @property
+    def recalls(self) -> int:
+        """Questions of recall."""
+        return self.questions if self.recall_questions is None else self.recall_questions
 
 
 def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, Any]:
@@ -129,12 +136,13 @@ def _answers(subject: Subject, spec: DecodeSpec, held: Held) -> dict[str, float]
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     asked = [q for kind in TASK_KINDS for q in task_questions(kind, held.questions)]
-    asked += recall_questions(count_tokens, held.recall_distance, held.questions)
+    asked += recall_questions(count_tokens, held.recall_distance, held.recalls)
     answers = exact_answers(subject, [encode_exchange(tokenizer, q) for q in asked], spec)
     # The same number of each kind, so the mean over all task questions is that of the kinds.
-    tasks, recall = answers[: -held.questions], answers[-held.questions :]
+    tasks, recall = answers[: -held.recalls], answers[-held.recalls :]
     return {
         "questions": held.questions,
+        "recall_questions": held.recalls,
         "recall_distance": held.recall_distance,
         "exact_recall": mean(exact for exact, _ in recall),
         "recall": mean(decoded for _, decoded in recall),
@@ -185,6 +193,9 @@ def main(
         int | None, typer.Option(help="of a learned basis, if not the default")
     ] = None,
     questions: Annotated[int, typer.Option(help="of each kind, for reference models")] = 0,
+    recall_questions: Annotated[
+        int | None, typer.Option(min=1, help="of recall, if not --questions; those take longest")
+    ] = None,
     recall_distance: Annotated[int, typer.Option(help="tokens from a fact to its question")] = 3000,
     device: Annotated[str, typer.Option(help="where to compute")] = "cpu",
     json_path: Annotated[
@@ -193,7 +204,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="picture to write")] = None,
 ) -> None:
     """Measure every plan in every variant."""
-    held = Held(text, context, max_tokens, questions, recall_distance)
+    held = Held(text, context, max_tokens, questions, recall_questions, recall_distance)
     options = ConversionOptions(
         calibration=calibration,
         max_tokens=calibration_tokens,

@@ -283,9 +283,10 @@ def _divisions(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _questions(row: dict[str, Any]) -> str:
+    recalls = row.get("recall_questions", row["questions"])
     return (
-        f"Recall and tasks: exact answers of decode, and of the exact model; {row['questions']} "
-        f"held-out questions over {row['recall_distance']} tokens, and as many of each task."
+        f"Recall and tasks: exact answers of decode, and of the exact model; {recalls} held-out "
+        f"questions over {row['recall_distance']} tokens, and {row['questions']} of each task."
     )
 
 

@@ -107,7 +107,8 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
         EndpointResult(label, "m", 1.0, [TaskRow("recall", 3000, 20, exact, 0, 3100)])
         for label, exact in (("mla", 20), ("tpla", 19))
     ]
-    asked = {"questions": 100, "recall_distance": 3000, "exact_recall": 1.0, "recall": 0.99}
+    asked = {"questions": 100, "recall_questions": 400, "recall_distance": 3000}
+    asked |= {"exact_recall": 1.0, "recall": 0.99}
     asked |= {"exact_tasks": 0.995, "tasks": 0.98, "exact_ppl": 2.0, "ppl": 2.002}
     whole = {"header": {}, "model": "embedded", "rows": sweep}
     cut = {"header": {"note": "cut short"}, "model": "large", "rows": [sweep[0] | asked]}
@@ -130,7 +131,7 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     assert "| 2 | 0 | pca | none | averaged | 132 |" in page
     assert page.count("| core's values |") == 1
     assert "| 95.00% | 1.00100 | 99.0% of 100.0% | 98.0% of 99.5% |" in page
-    assert "100 held-out questions over 3000 tokens" in page
+    assert "400 held-out questions over 3000 tokens, and 100 of each task" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
     assert "| DeepSeek-V3 | 58.19 | 56.04 | 0.963 |" in page
     assert (tmp_path / "out" / "accuracy_x.png").read_bytes().startswith(PNG)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tpla.convert.evaluate import Subject
-from tpla.convert.forced_answers import encode_exchange, exact_answers
+from tpla.convert.forced_answers import blocks, encode_exchange, exact_answers
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.reference.conversations import Question
@@ -49,6 +49,25 @@ def test_a_forced_answer_is_exact_if_the_generated_one_is(
     answers = exact_answers(subject, exchanges, subject.spec(Mode.MLA, KVFormat.FP32, 0))
     assert answers == [(expected[question], expected[question]) for question in questions]
     assert [exact for exact, _ in answers] == [True] * 4 + [False] * 4
+    longest = max(len(each.ids_T) for each in exchanges)
+    little = 2 * subject.model.config.hidden_size * 4 * (longest + 1)
+    assert sum(1 for _ in blocks(exchanges, longest + 1)) > 2
+    spec = subject.spec(Mode.MLA, KVFormat.FP32, 0)
+    assert exact_answers(subject, exchanges, spec, little) == answers
+
+
+def test_blocks_hold_every_question_once_and_no_more_tokens_than_allowed(
+    questions: list[Question], tokenizer: Any
+) -> None:
+    exchanges = [encode_exchange(tokenizer, question) for question in questions]
+    lengths = [len(each.ids_T) for each in exchanges]
+    for tokens in (1, min(lengths), max(lengths), sum(lengths) // 2, sum(lengths)):
+        found = list(blocks(exchanges, tokens))
+        assert [each for block in found for each in block] == exchanges
+        for block in found:
+            assert len(block) == 1 or sum(len(each.ids_T) for each in block) <= tokens
+    assert len(found) == 1
+    assert list(blocks([], 10)) == []
 
 
 def test_only_what_decode_computes_can_be_wrong(
