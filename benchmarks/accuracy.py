@@ -36,7 +36,7 @@ from tpla.convert.alignment import Alignment
 from tpla.convert.cli_parts import check_device, parse_core_dims
 from tpla.convert.division import choose_plan
 from tpla.convert.evaluate import Subject, evaluate_specs
-from tpla.convert.forced_answers import encode_exchange, exact_answers
+from tpla.convert.forced_answers import Exchange, encode_exchange, exact_answers
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.planning import Budget
 from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_questions
@@ -45,6 +45,7 @@ from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import CoreValues, DecodeSpec, Mode
 from tpla.convert.text import load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
+from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
 
 PLANS = ["2:0", "2:16", "2:32", "4:32", "4:48", "8:40", "8:48"]
@@ -76,6 +77,9 @@ class Held:
         questions: of each task; 0: none are asked, nor of recall.
         recall_questions: of recall; None: as many as of a task.
         recall_distance: tokens between a fact and the question about it.
+
+    Raises:
+        ConfigError: a number of recall questions where none are asked.
     """
 
     text: Path
@@ -85,13 +89,45 @@ class Held:
     recall_questions: int | None = None
     recall_distance: int = 3000
 
+    def __post_init__(self) -> None:
+        if self.recall_questions is not None and not self.questions:
+            raise ConfigError(
+                f"recall_questions={self.recall_questions} with questions=0, which asks none; "
+                "give --questions, too"
+            )
+
     @property
     def recalls(self) -> int:
         """Questions of recall."""
         return self.questions if self.recall_questions is None else self.recall_questions
 
 
-def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Asked:
+    """Held-out questions with their answers; of each task the same number."""
+
+    tasks: list[Exchange]
+    recall: list[Exchange]
+
+
+def encode_questions(model: Path, held: Held) -> Asked | None:
+    """The questions that every plan is asked, None if there are none."""
+    if not held.questions:
+        return None
+    tokenizer = load_tokenizer(model)
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    tasks = [q for kind in TASK_KINDS for q in task_questions(kind, held.questions)]
+    recall = recall_questions(count_tokens, held.recall_distance, held.recalls)
+    encoded = ([encode_exchange(tokenizer, q) for q in part] for part in (tasks, recall))
+    return Asked(*encoded)
+
+
+def measure(
+    model: Path, options: ConversionOptions, held: Held, asked: Asked | None
+) -> dict[str, Any]:
     """Convert ``model`` and evaluate decode after an exact prefill."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +140,7 @@ def measure(model: Path, options: ConversionOptions, held: Held) -> dict[str, An
         spec = replace(spec, core_values=options.core_values)
         exact = subject.spec(Mode.MLA, KVFormat.FP32, held.context // 2)
         row, exact_row = evaluate_specs(subject, sequences, [spec, exact], held.context)
-        answers = _answers(subject, spec, held) if held.questions else {}
+        answers = {} if asked is None else _answers(subject, spec, held, asked)
     return {
         **asdict(row),
         "exact_ppl": exact_row.ppl,
@@ -128,18 +164,10 @@ def _bytes(plan: ModelPlan, rope: int) -> dict[str, float]:
     }
 
 
-def _answers(subject: Subject, spec: DecodeSpec, held: Held) -> dict[str, float]:
+def _answers(subject: Subject, spec: DecodeSpec, held: Held, asked: Asked) -> dict[str, float]:
     """Shares of exact answers, of the model itself and of decode."""
-    tokenizer = load_tokenizer(subject.checkpoint.directory)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    asked = [q for kind in TASK_KINDS for q in task_questions(kind, held.questions)]
-    asked += recall_questions(count_tokens, held.recall_distance, held.recalls)
-    answers = exact_answers(subject, [encode_exchange(tokenizer, q) for q in asked], spec)
-    # The same number of each kind, so the mean over all task questions is that of the kinds.
-    tasks, recall = answers[: -held.recalls], answers[-held.recalls :]
+    tasks = exact_answers(subject, asked.tasks, spec)
+    recall = exact_answers(subject, asked.recall, spec)
     return {
         "questions": held.questions,
         "recall_questions": held.recalls,
@@ -215,10 +243,11 @@ def main(
     if learning_steps is not None:
         options = replace(options, learning_steps=learning_steps)
     header, rows = describe_machine(command_line("accuracy")), []
+    asked = encode_questions(model, held)
     for each in plan or PLANS:
         planned = with_plan(model, options, each)
         for chosen in variant or VARIANTS:
-            rows.append(measure(model, with_variant(planned, chosen), held))
+            rows.append(measure(model, with_variant(planned, chosen), held, asked))
             typer.echo("  ".join(_cell(name, rows[-1][name]) for name in _COLUMNS), err=True)
             if json_path is not None:
                 document = {"header": header, "model": model.name, "rows": rows}
