@@ -33,6 +33,7 @@ from tpla.convert.endpoint_tasks import (
     load_results,
 )
 from tpla.convert.eval_detail import Detail, evaluate_detail
+from tpla.convert.forced_tasks import ask_checkpoint
 from tpla.convert.sliced_attention import DecodeSpec, Mode
 from tpla.convert.spectrum import Spectrum
 from tpla.core.checkpoint import Manifest
@@ -197,6 +198,31 @@ def _tasks(
         write_json(out, {"endpoints": [asdict(result) for result in results]})
     if any(result.failed for result in asked):
         sys.exit(1)
+
+
+@_eval_app.command("answers")
+def _answers(
+    model: Annotated[Path, typer.Argument(help="converted reference model")],
+    questions: Annotated[int, typer.Option(min=1, help="of each task")] = 20,
+    recall_questions: Annotated[int, typer.Option(min=1, help="of each distance")] = 20,
+    distance: Annotated[
+        list[int] | None,
+        typer.Option(help="tokens from a fact to its question, repeatable (1000 and 3000)"),
+    ] = None,
+    kv_format: _KVFormat = KVFormat.FP8,
+    out: _Json = None,
+    device: _Device = "cpu",
+) -> None:
+    """Held-out questions without serving: each right answer forced through decode."""
+    subject = evaluation.Subject(model, check_device(device))
+    spec = subject.spec(Mode.TPLA, kv_format, 0)
+    with progress_bar() as progress:
+        results = ask_checkpoint(
+            subject, spec, questions, recall_questions, distance or [1000, 3000], progress
+        )
+    print_tasks(results)
+    if out is not None:
+        write_json(out, {"endpoints": [asdict(result) for result in results]})
 
 
 def _measure(
