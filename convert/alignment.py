@@ -22,9 +22,15 @@ from enum import Enum
 import torch
 
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE
-from tpla.convert.sliced_attention import Projected, mask_future, query_blocks, rank_dims
+from tpla.convert.sliced_attention import (
+    CoreValues,
+    Projected,
+    mask_future,
+    query_blocks,
+    rank_dims,
+)
 from tpla.core.checkpoint import KEYED, UNALIGNED
-from tpla.core.latent_layout import CORE_VALUE_GROUP, ShardPlan
+from tpla.core.latent_layout import ShardPlan
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Choices of lambda, as shares of the features' mean energy."""
@@ -52,13 +58,14 @@ def sliced_keys(w_uk_HNR: torch.Tensor, plan: ShardPlan, scales_HG: torch.Tensor
     return torch.stack(parts)
 
 
-def sliced_values(w_uv_HVR: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-    """W0: every group's slice of W_UV, ``[H, D, V]``; the core's values count in one group."""
+def sliced_values(
+    w_uv_HVR: torch.Tensor, plan: ShardPlan, core_values: CoreValues = CoreValues.COUNTED
+) -> torch.Tensor:
+    """W0: every group's slice of W_UV, ``[H, D, V]``, with its share of the core's values."""
     parts = []
     for group in range(plan.groups):
         part = w_uv_HVR[..., rank_dims(plan, group)].transpose(1, 2).clone()
-        if group != CORE_VALUE_GROUP:
-            part[:, : plan.core_dims] = 0
+        part[:, : plan.core_dims] *= core_values.share(plan.groups, group)
         parts.append(part)
     return torch.cat(parts, 1)
 

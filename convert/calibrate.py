@@ -33,6 +33,7 @@ from tpla.convert.logit_scale import (
 from tpla.convert.rewrite import LatentProjections, read_projections
 from tpla.convert.rotation import Method, make_rotation, spectrum
 from tpla.convert.sliced_attention import (
+    CoreValues,
     DecodeSpec,
     Mode,
     Projected,
@@ -63,6 +64,7 @@ class Recipe:
         seed: of random choices; layer i uses ``seed + i``.
         alignment: which decode weights are fitted.
         learning_steps: of a learned basis.
+        core_values: how groups share the core's values where the fit of values begins.
     """
 
     plan: ModelPlan
@@ -71,6 +73,7 @@ class Recipe:
     seed: int = 0
     alignment: Alignment = Alignment.NONE
     learning_steps: int = LEARNING_STEPS
+    core_values: CoreValues = CoreValues.COUNTED
 
     @property
     def needs_text(self) -> bool:
@@ -181,7 +184,7 @@ def fit_decode(
     read_with_GHNW = keys_GHNW
     if read_with_GHNW is None:
         read_with_GHNW = sliced_keys(up_projections(layer.self_attn)[0], plan, scales_HG)
-    values_GHWV = _aligned_values(model, layer, hidden, plan, read_with_GHNW)
+    values_GHWV = _aligned_values(model, layer, hidden, plan, read_with_GHNW, recipe.core_values)
     if recipe.alignment is Alignment.VALUES:
         return DecodeWeights(scales_HG, values_GHWV)
     return DecodeWeights(scales_HG, values_GHWV, read_with_GHNW)
@@ -333,6 +336,7 @@ def _aligned_values(
     hidden: Sequence[torch.Tensor],
     plan: ShardPlan,
     keys_GHNW: torch.Tensor,
+    core_values: CoreValues,
 ) -> torch.Tensor:
     """Value projections of decode ``[G, H, W, V]``, fitted to what the keys read."""
     attention = layer.self_attn
@@ -341,7 +345,7 @@ def _aligned_values(
     statistics = ValueStatistics(heads, value_dims, plan, model.device)
     for seen in _seen(model, layer, hidden):
         statistics.update(seen, w_uk_HNR, w_uv_HVR, keys_GHNW, attention.scaling)
-    fitted_HDV = statistics.solve(sliced_values(w_uv_HVR, plan))
+    fitted_HDV = statistics.solve(sliced_values(w_uv_HVR, plan, core_values))
     return fitted_HDV.unflatten(1, (plan.groups, plan.latent_width)).transpose(0, 1).contiguous()
 
 

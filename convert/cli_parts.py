@@ -49,14 +49,14 @@ def parse_core_dims(text: str) -> int | tuple[int, ...]:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def write_json(path: Path, document: object) -> None:
-    """Write a result.
+def write_json(path: Path, document: object, indent: int | None = 2) -> None:
+    """Write a result; ``indent=None`` puts it on one line.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        path.write_text(json.dumps(document, indent=indent) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
 

@@ -104,12 +104,16 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class EndpointResult:
-    """All rows of one endpoint; ``seconds`` is the wall-clock time that they took."""
+    """All rows of one endpoint; ``seconds`` is the wall-clock time that they took.
+
+    Not ``served`` are those of a checkpoint whose answers were forced (``tpla eval answers``).
+    """
 
     label: str
     model: str
     seconds: float
     rows: list[TaskRow]
+    served: bool = True
 
     @property
     def failed(self) -> int:

@@ -33,8 +33,14 @@ from tpla.convert.endpoint_tasks import (
     load_results,
 )
 from tpla.convert.eval_detail import Detail, evaluate_detail
+from tpla.convert.forced_tasks import ask_checkpoint
 from tpla.convert.sliced_attention import DecodeSpec, Mode
+from tpla.convert.spectrum import Spectrum
+from tpla.core.checkpoint import Manifest
 from tpla.core.latent_layout import KVFormat, PVFormat, describe_core
+
+_ENERGIES = (90, 99, 99.9)
+"""Per cent of a layer's energy that ``tpla eval spectrum`` gives the dims of."""
 
 _eval_app = typer.Typer(
     add_completion=False,
@@ -144,6 +150,23 @@ def _detail(
         write_json(out, asdict(detail))
 
 
+@_eval_app.command("spectrum")
+def _spectrum(
+    model: Annotated[Path, typer.Argument(help="converted checkpoint")], out: _Json = None
+) -> None:
+    """Leading dims that hold most of each layer's energy, and what one rank's row holds."""
+    spectrum = Spectrum.of(Manifest.load(model))
+    shown = [f"{energy:g} %" for energy in _ENERGIES]
+    table = Table("layer", "core", *shown, "in one row", box=SIMPLE, caption="dims that hold")
+    for layer in range(spectrum.plan.num_layers):
+        dims = [str(spectrum.dims_for(layer, energy / 100)) for energy in _ENERGIES]
+        core = str(spectrum.plan.core_dims[layer])
+        table.add_row(str(layer), core, *dims, f"{spectrum.stored(layer):.2%}")
+    Console().print(table)
+    if out is not None:
+        write_json(out, spectrum.to_dict(), indent=None)
+
+
 @_eval_app.command("tasks")
 def _tasks(
     url: Annotated[
@@ -179,6 +202,31 @@ def _tasks(
         write_json(out, {"endpoints": [asdict(result) for result in results]})
     if any(result.failed for result in asked):
         sys.exit(1)
+
+
+@_eval_app.command("answers")
+def _answers(
+    model: Annotated[Path, typer.Argument(help="converted reference model")],
+    questions: Annotated[int, typer.Option(min=1, help="of each task")] = 20,
+    recall_questions: Annotated[int, typer.Option(min=1, help="of each distance")] = 20,
+    distance: Annotated[
+        list[int] | None,
+        typer.Option(help="tokens from a fact to its question, repeatable (1000 and 3000)"),
+    ] = None,
+    kv_format: _KVFormat = KVFormat.FP8,
+    out: _Json = None,
+    device: _Device = "cpu",
+) -> None:
+    """Held-out questions without serving: each right answer forced through decode."""
+    subject = evaluation.Subject(model, check_device(device))
+    spec = subject.spec(Mode.TPLA, kv_format, 0)
+    with progress_bar() as progress:
+        results = ask_checkpoint(
+            subject, spec, questions, recall_questions, distance or [1000, 3000], progress
+        )
+    print_tasks(results)
+    if out is not None:
+        write_json(out, {"endpoints": [asdict(result) for result in results]})
 
 
 def _measure(

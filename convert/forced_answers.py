@@ -9,7 +9,7 @@ Shape suffixes: T tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from tpla.convert.calibrate import advance
 from tpla.convert.evaluate import Subject, decode_layer
+from tpla.convert.hidden_states import MEMORY_BYTES
 from tpla.convert.reference.conversations import Question
 from tpla.convert.sliced_attention import DecodeSpec, uninstall
 
@@ -47,19 +48,49 @@ def encode_exchange(tokenizer: Any, question: Question) -> Exchange:
     return Exchange(ids_T, len(prompt_ids))
 
 
-@torch.no_grad()
 def exact_answers(
-    subject: Subject, exchanges: Sequence[Exchange], spec: DecodeSpec
+    subject: Subject,
+    exchanges: Sequence[Exchange],
+    spec: DecodeSpec,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> list[tuple[bool, bool]]:
     """For each question whether the model itself, and whether decode, answers exactly.
 
     Args:
-        subject: the checkpoint.
+        subject: the checkpoint; it is read once for every block of questions.
         exchanges: questions and answers.
         spec: how to decode; its ``prefill`` is replaced by each prompt's length.
+        memory_bytes: of hidden states in memory; it bounds a block of questions.
     """
     model = subject.model
-    exact = model.embed([each.ids_T for each in exchanges])
+    token_bytes = 2 * int(model.config.hidden_size) * model.dtype.itemsize
+    answers = []
+    for block in blocks(exchanges, memory_bytes // token_bytes):
+        answers += _answers(subject, block, spec, memory_bytes // 2)
+    return answers
+
+
+def blocks(exchanges: Sequence[Exchange], tokens: int) -> Iterator[list[Exchange]]:
+    """Questions in order, at most ``tokens`` tokens of them together, but at least one."""
+    block: list[Exchange] = []
+    left = tokens
+    for each in exchanges:
+        if block and each.ids_T.shape[0] > left:
+            yield block
+            block, left = [], tokens
+        block.append(each)
+        left -= each.ids_T.shape[0]
+    if block:
+        yield block
+
+
+@torch.no_grad()
+def _answers(
+    subject: Subject, exchanges: Sequence[Exchange], spec: DecodeSpec, memory_bytes: int
+) -> list[tuple[bool, bool]]:
+    """What :func:`exact_answers` gives, of one block; ``memory_bytes`` for each of two states."""
+    model = subject.model
+    exact = model.embed([each.ids_T for each in exchanges], memory_bytes)
     decoded = exact.copy()
     for index in range(model.layers):
         layer: Any = model.layer(index)

@@ -42,6 +42,7 @@ from tpla.convert.layers import KEPT_FLOAT32, LayeredModel
 from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
 from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
+from tpla.convert.sliced_attention import CoreValues
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     KEYS_TENSOR,
@@ -85,6 +86,7 @@ class ConversionOptions:
             where there is text to fit on.
         learning_steps: of a learned basis, for each layer.
         state_memory: bytes of hidden states in memory; what is more lies in a temporary file.
+        core_values: how groups share the core's values where the fit of values begins.
     """
 
     groups: int = 2
@@ -102,6 +104,7 @@ class ConversionOptions:
     alignment: Alignment | None = None
     learning_steps: int = LEARNING_STEPS
     state_memory: int = MEMORY_BYTES
+    core_values: CoreValues = CoreValues.COUNTED
 
 
 def convert_checkpoint(
@@ -196,6 +199,7 @@ def make_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
         seed=options.seed,
         alignment=_alignment(plan, options),
         learning_steps=options.learning_steps,
+        core_values=options.core_values,
     )
     if recipe.needs_text and options.calibration is None:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """What a conversion costs in accuracy, as one Markdown page with pictures.
 
-Everything on it is read from results: manifests, rows of ``tpla eval table``, sweeps over plans
-(``tpla.benchmarks.accuracy``), answers of endpoints (``tpla eval tasks``). The figures of the paper
+Everything on it is read from results: spectra (``tpla eval spectrum``, or a manifest's), rows of
+``tpla eval table``, sweeps over plans (``tpla.benchmarks.accuracy``), answers of endpoints (``tpla
+eval tasks``). The figures of the paper
 stand beside ours as it prints them; its model and text are others, so ratios compare, not values.
 
 Source: TPLA, tables 1 and 2.
@@ -18,7 +19,8 @@ from typing import Any
 from tpla.convert.endpoint_tasks import EndpointResult, load_results
 from tpla.convert.evaluate import EvalRow
 from tpla.convert.report_plots import draw_error_against_bytes, draw_spectrum
-from tpla.core.checkpoint import Manifest
+from tpla.convert.sliced_attention import CoreValues
+from tpla.convert.spectrum import Spectrum
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import describe_core
 
@@ -83,19 +85,19 @@ class Findings:
     """What the page is made of; every part may be absent.
 
     Attributes:
-        manifests: of converted checkpoints, by name.
+        spectra: of converted checkpoints, by name.
         evaluations: rows of ``tpla eval table``, by name.
         sweeps: results of ``tpla.benchmarks.accuracy``, by name.
         tasks: answers of endpoints, by name.
     """
 
-    manifests: dict[str, Manifest] = field(default_factory=dict)
+    spectra: dict[str, Spectrum] = field(default_factory=dict)
     evaluations: dict[str, list[EvalRow]] = field(default_factory=dict)
     sweeps: dict[str, Sweep] = field(default_factory=dict)
     tasks: dict[str, list[EndpointResult]] = field(default_factory=dict)
 
     def read(self, folder: Path) -> None:
-        """Add ``eval_*.json``, ``accuracy_*.json`` and ``tasks_*.json`` of a folder.
+        """Add ``eval_*``, ``accuracy_*``, ``tasks_*`` and ``spectrum_*.json`` of a folder.
 
         Raises:
             ConfigError: a file is not what its name says.
@@ -106,6 +108,8 @@ class Findings:
             self.sweeps[path.stem] = read_sweep(path)
         for path in sorted(folder.glob("tasks_*.json")):
             self.tasks[path.stem] = load_results(path)
+        for path in sorted(folder.glob("spectrum_*.json")):
+            self.spectra[path.stem.removeprefix("spectrum_")] = Spectrum.load(path)
 
 
 def read_rows(path: Path) -> list[EvalRow]:
@@ -150,7 +154,7 @@ def write_report(folder: Path, findings: Findings) -> Path:
         *(part for name, each in findings.evaluations.items() for part in _evaluation(name, each)),
         *(part for name, each in findings.tasks.items() for part in _answers(name, each)),
     ]
-    if not (parts or findings.manifests or findings.sweeps):
+    if not (parts or findings.spectra or findings.sweeps):
         raise ConfigError("nothing to report; give --model, and --text or --results")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,9 +162,9 @@ def write_report(folder: Path, findings: Findings) -> Path:
             draw_error_against_bytes(sweep.rows, folder / f"{name}.png")
             parts += [f"## Error against bytes: {name}", _measured_on(sweep)]
             parts += [f"![KL]({name}.png)", _sweep(sweep.rows)]
-        for name, manifest in findings.manifests.items():
-            draw_spectrum(manifest, folder / f"spectrum-{name}.png")
-            parts += [f"## Spectrum: {name}", _described(manifest)]
+        for name, spectrum in findings.spectra.items():
+            draw_spectrum(spectrum, folder / f"spectrum-{name}.png")
+            parts += [f"## Spectrum: {name}", _described(spectrum)]
             parts.append(f"![spectrum](spectrum-{name}.png)")
         page = folder / PAGE
         page.write_text("\n\n".join(["# Accuracy of TPLA decode", *parts]) + "\n")
@@ -223,8 +227,10 @@ def _answers(name: str, results: Sequence[EndpointResult]) -> list[str]:
     paper = [
         [model, f"{mla:.2f}", f"{tpla:.2f}", f"{tpla / mla:.3f}"] for model, mla, tpla in TABLE_2
     ]
+    served = "answers through the serving path"
+    how = served if all(result.served for result in results) else "forced answers, not served"
     return [
-        f"## Table 2, {name}: answers through the serving path",
+        f"## Table 2, {name}: {how}",
         "The paper, LongBench average:",
         _table(["model", "MLA", "TPLA, exact prefill", "ratio"], paper),
         "Ours; recall is named by the least tokens between a fact and the question about it:",
@@ -242,23 +248,16 @@ def _measured_on(sweep: Sweep) -> str:
 
 
 def _sweep(rows: Sequence[dict[str, Any]]) -> str:
-    columns = [
-        "groups",
-        "core dims",
-        "method",
-        "alignment",
-        "bytes/token",
-        "of the whole row",
-        "KL",
-        "top-1",
-    ]
+    columns = ["groups", "core dims", "method", "alignment"]
+    shared = len({_core_values(row) for row in rows}) > 1
+    columns += ["core's values"] * shared + ["bytes/token", "of the whole row", "KL", "top-1"]
     judged = all("exact_ppl" in row for row in rows)
     asked = all("questions" in row for row in rows)
     columns += ["ppl ratio"] * judged + ["recall", "tasks"] * asked
     lines = []
     for row in rows:
         cells = [str(row["groups"]), describe_core(row["core_dims"]), row["method"]]
-        cells += [row["alignment"], f"{row['row_bytes']:g}"]
+        cells += [row["alignment"], *[_core_values(row)] * shared, f"{row['row_bytes']:g}"]
         cells += [f"{row['row_share']:.1%}", f"{row['kl']:.5f}", f"{row['top1']:.2%}"]
         if judged:
             cells.append(f"{row['ppl'] / row['exact_ppl']:.5f}")
@@ -267,6 +266,11 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(cells)
     parts = [_table(columns, lines), *_divisions(rows)]
     return "\n\n".join([*parts, _questions(rows[0])] if asked else parts)
+
+
+def _core_values(row: dict[str, Any]) -> str:
+    """How groups share the core's values; files of earlier releases do not say."""
+    return str(row.get("core_values", CoreValues.COUNTED.value))
 
 
 def _divisions(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -281,18 +285,16 @@ def _divisions(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _questions(row: dict[str, Any]) -> str:
+    recalls = row.get("recall_questions", row["questions"])
     return (
-        f"Recall and tasks: exact answers of decode, and of the exact model; {row['questions']} "
-        f"held-out questions over {row['recall_distance']} tokens, and as many of each task."
+        f"Recall and tasks: exact answers of decode, and of the exact model; {recalls} held-out "
+        f"questions over {row['recall_distance']} tokens, and {row['questions']} of each task."
     )
 
 
-def _described(manifest: Manifest) -> str:
-    plan = manifest.plan
-    energies = [
-        sum(shares[: plan.layer(index).latent_width])
-        for index, shares in enumerate(manifest.spectrum)
-    ]
+def _described(spectrum: Spectrum) -> str:
+    plan = spectrum.plan
+    energies = [spectrum.stored(layer) for layer in range(plan.num_layers)]
     core = describe_core(plan.core_dims)
     return (
         f"{plan.groups} groups, {core} core dims: a rank stores {plan.latent_share:.1%} of the "

@@ -11,6 +11,7 @@ import typer
 from tpla.convert import evaluate as evaluation
 from tpla.convert.cli_parts import PER_DOCUMENT, check_device, progress_bar, run_app, write_json
 from tpla.convert.report import Findings, write_report
+from tpla.convert.spectrum import Spectrum
 from tpla.core.checkpoint import Manifest
 
 _app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -32,7 +33,7 @@ def _report(
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="folder with eval_*.json, accuracy_*.json and tasks_*.json to show"),
+        typer.Option(help="folder with eval_, accuracy_, tasks_ and spectrum_*.json to show"),
     ] = None,
     context: Annotated[int, typer.Option(help="tokens of a sequence of --text")] = 2048,
     max_tokens: Annotated[int, typer.Option(help="tokens of --text at most")] = 65536,
@@ -47,7 +48,7 @@ def _report(
     if results is not None:
         findings.read(results)
     for path in model or []:
-        findings.manifests[path.resolve().name] = Manifest.load(path)
+        findings.spectra[path.resolve().name] = Spectrum.of(Manifest.load(path))
     if text is not None:
         with progress_bar() as progress:
             for path in model or []:

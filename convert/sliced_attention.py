@@ -12,8 +12,8 @@ To tell apart what slicing costs, evaluation can slice the latent's RMSNorm too,
 does (it normalises before it cuts), and can leave the softmax whole, see :class:`Sliced`.
 
 TPLA sums over groups; the values of the shared core count in group 0 alone, else they would be
-counted ``groups`` times. GLA (grouped latent attention) gives a head one slice and no sum, its row
-as wide as TPLA's.
+counted ``groups`` times (averaged they would be right, too: :class:`CoreValues`). GLA (grouped
+latent attention) gives a head one slice and no sum, its row as wide as TPLA's.
 
 Shape suffixes: T tokens, Q queries, K keys, H heads, N nope dims, D RoPE dims, V value dims,
 R latent dims, W latent dims of one rank, E hidden size.
@@ -69,6 +69,20 @@ class Sliced(str, Enum):
     BOTH = "both"
 
 
+class CoreValues(str, Enum):
+    """How groups share the values of the core dims, which every group reads; ``counted``, in
+    :data:`CORE_VALUE_GROUP` alone, is what decode serves."""
+
+    COUNTED = "counted"
+    AVERAGED = "averaged"
+
+    def share(self, groups: int, group: int) -> float:
+        """How much of the core's values ``group`` adds to the sum over ``groups``."""
+        if self is CoreValues.AVERAGED:
+            return 1 / groups
+        return float(group == CORE_VALUE_GROUP)
+
+
 @dataclass(frozen=True)
 class DecodeSpec:
     """One way to decode.
@@ -82,6 +96,7 @@ class DecodeSpec:
         aligned: whether TPLA uses fitted value projections where the checkpoint has them.
         sliced: what is sliced; anything but the softmax is for TPLA in fp32 without a shared core.
         pv_format: how FP8 rows are added up; fp16, which loses next to nothing, is not emulated.
+        core_values: how TPLA's groups share the core's values, where projections are not fitted.
 
     Raises:
         ConfigError: MLA with groups, a negative prefill, exact positions that are scored, a sliced
@@ -96,6 +111,7 @@ class DecodeSpec:
     aligned: bool = True
     sliced: Sliced = Sliced.SOFTMAX
     pv_format: PVFormat = PVFormat.FP16
+    core_values: CoreValues = CoreValues.COUNTED
 
     def __post_init__(self) -> None:
         if self.sliced is not Sliced.SOFTMAX and (
@@ -295,8 +311,8 @@ class SlicedAttention:
         context_HQW = self._attend(query_HQW, q_rope_HQD, seen, group, dims)
         if self.values_GHWV is not None:
             return context_HQW @ self.values_GHWV[group].to(context_HQW)
-        if mode is Mode.TPLA and group != CORE_VALUE_GROUP:
-            context_HQW[..., : plan.core_dims] = 0
+        if mode is Mode.TPLA:
+            context_HQW[..., : plan.core_dims] *= self.spec.core_values.share(plan.groups, group)
         return context_HQW @ w_uv_HVR[heads][..., dims].transpose(1, 2)
 
     def _attend(

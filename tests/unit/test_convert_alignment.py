@@ -24,7 +24,7 @@ from tpla.convert.reference.conversations import draw_conversation
 from tpla.convert.reference.facts import Split
 from tpla.convert.reference.tokenizer import encode_chats
 from tpla.convert.rotation import Method
-from tpla.convert.sliced_attention import Mode, up_projections
+from tpla.convert.sliced_attention import CoreValues, Mode, up_projections
 from tpla.core.checkpoint import MANIFEST_NAME, VALUES_TENSOR, Manifest, values_path
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan, ShardPlan
@@ -80,6 +80,11 @@ def test_the_core_counts_once_in_the_slices() -> None:
     assert torch.equal(start[:, 0], w_uv_HVR[..., :8].transpose(1, 2))
     assert (start[:, 1, :4] == 0).all()
     assert torch.equal(start[:, 1, 4:], w_uv_HVR[..., 8:].transpose(1, 2))
+    averaged = sliced_values(w_uv_HVR, ShardPlan(12, 2, 4), CoreValues.AVERAGED)
+    averaged = averaged.unflatten(1, (2, 8))
+    assert torch.equal(averaged[:, 0, :4], averaged[:, 1, :4])
+    torch.testing.assert_close(averaged[:, :, :4].sum(1), start[:, 0, :4])
+    assert torch.equal(averaged[:, :, 4:], start[:, :, 4:])
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import make_checkpoint, write_text
-from tpla.convert import report_cli
+from tpla.convert import eval_cli, report_cli
 from tpla.convert.endpoint_tasks import EndpointResult, TaskRow
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.report import Findings, read_rows, write_report
+from tpla.convert.spectrum import Spectrum
+from tpla.core.checkpoint import Manifest
 
 PNG = b"\x89PNG"
 
@@ -70,6 +72,28 @@ def test_results_on_disk_make_the_same_tables(
     assert _tables(second) == _tables(first.split("## Spectrum")[0])
 
 
+def test_a_spectrum_outlives_its_checkpoint(
+    folder: Path, reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "spectrum_kept.json"
+    monkeypatch.setattr(
+        sys, "argv", ["tpla eval", "spectrum", str(folder / "converted"), "--json", str(kept)]
+    )
+    with pytest.raises(SystemExit) as stop:
+        eval_cli.evaluate()
+    assert not stop.value.code
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 0
+    _, described = (reported / "report.md").read_text().split("## Spectrum: converted\n")
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert described.replace("spectrum-converted", "spectrum-kept") in page
+    assert (tmp_path / "out" / "spectrum-kept.png").read_bytes().startswith(PNG)
+    spectrum = Spectrum.load(kept)
+    measured = Manifest.load(folder / "converted").spectrum
+    for layer, shares in enumerate(measured):
+        enough = spectrum.dims_for(layer, 0.9)
+        assert sum(shares[: enough - 1]) < 0.9 <= sum(shares[:enough]) + 1e-3
+
+
 def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     sweep = [
         {
@@ -83,12 +107,15 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
         EndpointResult(label, "m", 1.0, [TaskRow("recall", 3000, 20, exact, 0, 3100)])
         for label, exact in (("mla", 20), ("tpla", 19))
     ]
-    asked = {"questions": 100, "recall_distance": 3000, "exact_recall": 1.0, "recall": 0.99}
+    asked = {"questions": 100, "recall_questions": 400, "recall_distance": 3000}
+    asked |= {"exact_recall": 1.0, "recall": 0.99}
     asked |= {"exact_tasks": 0.995, "tasks": 0.98, "exact_ppl": 2.0, "ppl": 2.002}
     whole = {"header": {}, "model": "embedded", "rows": sweep}
     cut = {"header": {"note": "cut short"}, "model": "large", "rows": [sweep[0] | asked]}
     (tmp_path / "accuracy_x.json").write_text(json.dumps(whole))
     (tmp_path / "accuracy_y.json").write_text(json.dumps(cut))
+    shared = [sweep[0] | {"core_values": each} for each in ("counted", "averaged")]
+    (tmp_path / "accuracy_z.json").write_text(json.dumps(whole | {"rows": shared}))
     document = {"endpoints": [asdict(result) for result in results]}
     (tmp_path / "tasks_x.json").write_text(json.dumps(document))
     findings = Findings()
@@ -101,8 +128,10 @@ def test_sweeps_and_answers_are_shown(tmp_path: Path) -> None:
     x, y = page.index("bytes: accuracy_x"), page.index("bytes: accuracy_y")
     assert x < page.index("Model: embedded") < y < page.index("Model: large")
     assert page.index("Of the run: cut short") > y and page.count("Of the run") == 1
+    assert "| 2 | 0 | pca | none | averaged | 132 |" in page
+    assert page.count("| core's values |") == 1
     assert "| 95.00% | 1.00100 | 99.0% of 100.0% | 98.0% of 99.5% |" in page
-    assert "100 held-out questions over 3000 tokens" in page
+    assert "400 held-out questions over 3000 tokens, and 100 of each task" in page
     assert "| recall 3000 | 20 | 100.0 | 95.0 |" in page
     assert "| DeepSeek-V3 | 58.19 | 56.04 | 0.963 |" in page
     assert (tmp_path / "out" / "accuracy_x.png").read_bytes().startswith(PNG)
@@ -117,6 +146,10 @@ def test_nothing_to_report_and_foreign_files_are_refused(
     assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
     assert "eval_x.json holds no rows" in capsys.readouterr().err
     (tmp_path / "eval_x.json").unlink()
+    (tmp_path / "spectrum_x.json").write_text('{"plan": {}}')
+    assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
+    assert "spectrum_x.json holds no result" in capsys.readouterr().err
+    (tmp_path / "spectrum_x.json").unlink()
     (tmp_path / "accuracy_x.json").write_text("[]")
     assert _run(monkeypatch, tmp_path / "out", "--results", tmp_path) == 2
     assert "accuracy_x.json holds no result" in capsys.readouterr().err

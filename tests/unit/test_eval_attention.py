@@ -13,6 +13,7 @@ from tests.unit.checkpoints import LATENT, logits_of, make_checkpoint, some_ids
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.sliced_attention import (
+    CoreValues,
     DecodeSpec,
     Mode,
     Sliced,
@@ -81,10 +82,25 @@ def test_sliced_attention_is_its_definition(
         output, _ = attention(x[None], position_embeddings=rotary)
         uninstall(layer)
         exact, _ = attention(x[None], position_embeddings=rotary, attention_mask=None)
-        expected = _definition(attention, x, rotary, plan, scales, mode, kv_format)
+        core_shares = [1.0] * groups if mode is Mode.GLA else [1.0] + [0.0] * (groups - 1)
+        expected = _definition(attention, x, rotary, plan, scales, core_shares, mode, kv_format)
     torch.testing.assert_close(output[0, :9], exact[0, :9], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(output[0, 9:], expected[9:], rtol=1e-4, atol=1e-4)
     assert (output[0, 9:] - exact[0, 9:]).abs().max() > 0.05, "slicing must be seen at all"
+
+
+def test_averaged_values_of_the_core_come_from_every_group_alike(checkpoint: Path) -> None:
+    layer, attention, x, rotary = _layer(checkpoint)
+    plan = ModelPlan(LATENT, 4, (0, 8))
+    spec = DecodeSpec(Mode.TPLA, plan, KVFormat.FP32, core_values=CoreValues.AVERAGED)
+    install(layer, spec)
+    ones, core_shares = [[1.0] * 4] * 4, [0.25] * 4
+    with torch.no_grad():
+        output, _ = attention(x[None], position_embeddings=rotary)
+        expected = _definition(
+            attention, x, rotary, plan.layer(1), ones, core_shares, Mode.TPLA, KVFormat.FP32
+        )
+    torch.testing.assert_close(output[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["v2", "v3"])
@@ -164,6 +180,7 @@ def _definition(
     rotary: Any,
     plan: ShardPlan,
     scales: list[list[float]],
+    core_shares: list[float],
     mode: Mode,
     kv_format: KVFormat,
 ) -> torch.Tensor:
@@ -192,7 +209,7 @@ def _definition(
                 logits = logits + rope[: t + 1] @ seen.q_rope_HTD[head, t]
                 probs = (logits * attention.scaling).softmax(-1)
                 output[t, head] += val[:, start:stop] @ (probs @ rows[: t + 1, core:])
-                if group == 0 or mode is Mode.GLA:
-                    output[t, head] += val[:, :core] @ (probs @ rows[: t + 1, :core])
+                core_value = val[:, :core] @ (probs @ rows[: t + 1, :core])
+                output[t, head] += core_shares[group] * core_value
     result: torch.Tensor = attention.o_proj(output.flatten(1))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from tpla.convert import eval_cli
+from tpla.convert.endpoint_tasks import load_results
 from tpla.convert.evaluate import Subject
-from tpla.convert.forced_answers import encode_exchange, exact_answers
+from tpla.convert.forced_answers import blocks, encode_exchange, exact_answers
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.reference.conversations import Question
-from tpla.convert.reference.questions import recall_questions, task_questions
+from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_questions
 from tpla.convert.reference.score import HuggingFaceModel
+from tpla.convert.report import Findings, write_report
 from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import Mode
 from tpla.convert.text import load_tokenizer
@@ -49,6 +53,25 @@ def test_a_forced_answer_is_exact_if_the_generated_one_is(
     answers = exact_answers(subject, exchanges, subject.spec(Mode.MLA, KVFormat.FP32, 0))
     assert answers == [(expected[question], expected[question]) for question in questions]
     assert [exact for exact, _ in answers] == [True] * 4 + [False] * 4
+    longest = max(len(each.ids_T) for each in exchanges)
+    little = 2 * subject.model.config.hidden_size * 4 * (longest + 1)
+    assert sum(1 for _ in blocks(exchanges, longest + 1)) > 2
+    spec = subject.spec(Mode.MLA, KVFormat.FP32, 0)
+    assert exact_answers(subject, exchanges, spec, little) == answers
+
+
+def test_blocks_hold_every_question_once_and_no_more_tokens_than_allowed(
+    questions: list[Question], tokenizer: Any
+) -> None:
+    exchanges = [encode_exchange(tokenizer, question) for question in questions]
+    lengths = [len(each.ids_T) for each in exchanges]
+    for tokens in (1, min(lengths), max(lengths), sum(lengths) // 2, sum(lengths)):
+        found = list(blocks(exchanges, tokens))
+        assert [each for block in found for each in block] == exchanges
+        for block in found:
+            assert len(block) == 1 or sum(len(each.ids_T) for each in block) <= tokens
+    assert len(found) == 1
+    assert list(blocks([], 10)) == []
 
 
 def test_only_what_decode_computes_can_be_wrong(
@@ -65,3 +88,28 @@ def test_only_what_decode_computes_can_be_wrong(
     # One token after the prompt is prefill's, whatever decode does.
     first = [replace(each, ids_T=each.ids_T[: each.prompt + 1]) for each in exchanges]
     assert exact_answers(subject, first, spec) == [(True, True)] * 4
+
+
+def test_forced_answers_make_the_table_of_served_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ConversionOptions(groups=8, method=Method.IDENTITY, logit_scale=LogitScale.ONE)
+    convert_checkpoint(REFERENCE_MODEL, tmp_path / "bad", options)
+    kept = tmp_path / "tasks_bad.json"
+    asked = ["--questions", "2", "--recall-questions", "3", "--distance", "150"]
+    command = ["tpla eval", "answers", tmp_path / "bad", *asked, "--json", kept]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    with pytest.raises(SystemExit) as stop:
+        eval_cli.evaluate()
+    assert not stop.value.code
+    exact, decoded = load_results(kept)
+    assert (exact.label, decoded.label) == ("mla fp32", "tpla g=8 fp8")
+    assert [row.task for row in decoded.rows] == ["recall", *TASK_KINDS]
+    assert [row.questions for row in exact.rows] == [3] + [2] * len(TASK_KINDS)
+    assert exact.rows[0].distance == 150 and exact.rows[0].longest_prompt > 150
+    assert sum(row.exact for row in decoded.rows) < sum(row.exact for row in exact.rows)
+    findings = Findings()
+    findings.read(tmp_path)
+    page = write_report(tmp_path / "out", findings).read_text()
+    assert "## Table 2, tasks_bad: forced answers, not served" in page
+    assert f"| recall 150 | 3 | {100 * exact.rows[0].exact / 3:.1f} |" in page
