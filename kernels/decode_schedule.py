@@ -3,8 +3,10 @@
 The tokens of a batch are cut into tiles of ``block_tokens``. All tiles lie on one line, request
 after request, each request preceded by ``OVERHEAD`` tiles for its prologue and epilogue. The line
 is cut into ``parts`` pieces of equal length; a cut near either end of a request moves to that end,
-since a short split costs more in partial results than it saves. Nothing here depends on the host
-knowing a length, so one CUDA graph serves every batch of its size.
+since a short split costs more in partial results than it saves. Where lengths are so alike that
+parts of whole requests are hardly longer, they are cut nowhere: combining a batch of short requests
+takes as long as a fifth of their attention. Nothing here depends on the host knowing a length, so
+one CUDA graph serves every batch of its size.
 
 Cuts are the scheduling of FlashMLA (``get_decoding_sched_meta.cu``) in closed form.
 
@@ -23,6 +25,9 @@ OVERHEAD = 5
 SNAP = 2
 """A cut this many tiles from an end of a request moves to that end."""
 
+SPLIT = 8
+"""Tiles by which parts of whole requests may be longer, for one split that each part saves."""
+
 _BLOCK_PARTS = 16
 
 
@@ -37,6 +42,7 @@ def _schedule_kernel(
     BLOCK_TOKENS: tl.constexpr,
     OVERHEAD: tl.constexpr,
     SNAP: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -49,12 +55,17 @@ def _schedule_kernel(
     total = tl.sum(cost, 0)
     share = tl.maximum((total + parts - 1) // parts, min_tiles)
 
+    # The last position on the line whose cut still leaves tile 0 (the last tile) to its right.
+    head = start + OVERHEAD + tl.minimum(tiles - 1, SNAP)
+    tail = tl.maximum(head, start + OVERHEAD + tiles - 1 - SNAP)
+    first = head // share
+    last = tail // share
+    splits = tl.sum(tl.where(b < batch, last - first, 0), 0)
+    requests = (batch + parts - 1) // parts
+    whole = (requests * tl.max(cost, 0) - share) * parts <= SPLIT * splits
     if tl.program_id(0) == 0:
-        # The last position on the line whose cut still leaves tile 0 (the last tile) to its right.
-        head = start + OVERHEAD + tl.minimum(tiles - 1, SNAP)
-        tail = tl.maximum(head, start + OVERHEAD + tiles - 1 - SNAP)
-        tl.store(split_ptr + 2 * b, head // share, mask=b < batch)
-        tl.store(split_ptr + 2 * b + 1, tail // share, mask=b < batch)
+        tl.store(split_ptr + 2 * b, tl.where(whole, b // requests, first), mask=b < batch)
+        tl.store(split_ptr + 2 * b + 1, tl.where(whole, b // requests, last), mask=b < batch)
 
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     cut = p * share
@@ -68,7 +79,8 @@ def _schedule_kernel(
     to_head = (tile <= SNAP) | (request >= batch)
     to_tail = (tile > SNAP) & (own_tiles - tile <= SNAP) & inside
     request = tl.where(to_tail, request + 1, request)
-    tile = tl.where(to_head | to_tail, 0, tile)
+    request = tl.where(whole, tl.minimum(p * requests, batch), request)
+    tile = tl.where(to_head | to_tail | whole, 0, tile)
     tl.store(part_ptr + 2 * p, request, mask=p <= parts)
     tl.store(part_ptr + 2 * p + 1, tile, mask=p <= parts)
 
@@ -113,6 +125,7 @@ def decode_schedule(
         BLOCK_TOKENS=block_tokens,
         OVERHEAD=OVERHEAD,
         SNAP=SNAP,
+        SPLIT=SPLIT,
         BLOCK_B=triton.next_power_of_2(max(batch, 2)),
         BLOCK_P=_BLOCK_PARTS,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tpla.kernels.decode_schedule import OVERHEAD, SNAP
+from tpla.kernels.decode_schedule import OVERHEAD, SNAP, SPLIT
 
 
 def decode_schedule(
@@ -22,12 +22,24 @@ def decode_schedule(
     tiles = [-(-max(length, 0) // block_tokens) for length in length_B.tolist()]
     share = max(-(-sum(count + OVERHEAD for count in tiles) // parts), min_tiles)
     cuts = [_cut(part * share, tiles) for part in range(parts + 1)]
+    splits = _splits(cuts, len(tiles))
+    requests = -(-len(tiles) // parts)
+    longer = requests * (max(tiles) + OVERHEAD) - share
+    if longer * parts <= SPLIT * sum(last - first for first, last in splits):
+        cuts = [(min(part * requests, len(tiles)), 0) for part in range(parts + 1)]
+        splits = _splits(cuts, len(tiles))
     part_P2.copy_(torch.tensor(cuts, dtype=torch.int32))
-    for request in range(len(tiles)):
-        begin, end = (request, 0), (request + 1, 0)
-        first = max(part for part in range(parts) if tuple(cuts[part]) <= begin)
-        last = max(part for part in range(parts) if tuple(cuts[part]) < end)
-        split_B2[request] = torch.tensor([first, last], dtype=torch.int32)
+    split_B2.copy_(torch.tensor(splits, dtype=torch.int32))
+
+
+def _splits(cuts: list[tuple[int, int]], batch: int) -> list[tuple[int, int]]:
+    """First and last part of each request."""
+    found = []
+    for request in range(batch):
+        first = max(part for part in range(len(cuts) - 1) if cuts[part] <= (request, 0))
+        last = max(part for part in range(len(cuts) - 1) if cuts[part] < (request + 1, 0))
+        found.append((first, last))
+    return found
 
 
 def _cut(position: int, tiles: list[int]) -> tuple[int, int]:

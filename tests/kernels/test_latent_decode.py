@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.kernels.decode_cases import DEVICE, DecodeCase, assert_matches, build
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat
 from tpla.kernels.combine_splits import combine_splits
-from tpla.kernels.decode_schedule import decode_schedule
+from tpla.kernels.decode_schedule import OVERHEAD, SNAP, decode_schedule
 from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace
 from tpla.kernels.ref import combine_splits as ref_combine
 from tpla.kernels.ref import decode_schedule as ref_schedule
@@ -104,23 +105,52 @@ def ref_rows(latent: torch.Tensor, rope: torch.Tensor, case: DecodeCase) -> torc
     return pack_rows(latent, rope, case.layout)
 
 
+def schedules(lengths: list[int], parts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Cuts of the parts and splits of the requests, by the kernel as by its reference."""
+    length_B = torch.tensor(lengths, dtype=torch.int32)
+    results = []
+    for schedule, device in ((decode_schedule, DEVICE), (ref_schedule.decode_schedule, "cpu")):
+        part = torch.full((parts + 1, 2), -1, dtype=torch.int32, device=device)
+        split = torch.full((len(lengths), 2), -1, dtype=torch.int32, device=device)
+        schedule(length_B.to(device), part, split, 16, 3)
+        results.append((part.cpu().tolist(), split.cpu().tolist()))
+    assert results[0] == results[1]
+    cuts, splits = results[0]
+    batch = len(lengths)
+    assert cuts[0] == [0, 0] and cuts[-1] == [batch, 0] and cuts == sorted(cuts)
+    for request, (first, last) in enumerate(splits):
+        assert cuts[first] <= [request, 0] and cuts[last + 1] >= [request + 1, 0]
+    return cuts, splits
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("parts", [1, 5, 33])
 def test_schedule_matches_its_reference(parts: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     length_B = torch.randint(0, 400 * seed + 2, (7,), generator=generator, dtype=torch.int32)
     length_B[seed] = 0
-    results = []
-    for schedule, device in ((decode_schedule, DEVICE), (ref_schedule.decode_schedule, "cpu")):
-        part = torch.full((parts + 1, 2), -1, dtype=torch.int32, device=device)
-        split = torch.full((7, 2), -1, dtype=torch.int32, device=device)
-        schedule(length_B.to(device), part, split, 16, 3)
-        results.append((part.cpu().tolist(), split.cpu().tolist()))
-    assert results[0] == results[1]
-    part_list, split_list = results[0]
-    assert part_list[0] == [0, 0] and part_list[-1] == [7, 0] and part_list == sorted(part_list)
-    for request, (first, last) in enumerate(split_list):
-        assert part_list[first] <= [request, 0] and part_list[last + 1] >= [request + 1, 0]
+    schedules(length_B.tolist(), parts)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(32, 33), (33, 33), (65, 33), (66, 33)])
+def test_requests_of_nearly_one_length_stay_whole(batch: int, parts: int) -> None:
+    cuts, splits = schedules([16 * 60 + 16 * (i % 3) for i in range(batch)], parts)
+    assert all(first == last for first, last in splits)
+    assert all(tile == 0 for _, tile in cuts)
+
+
+@pytest.mark.parametrize("lengths", [[960] * 20, [960] * 29 + [2400], [16000] * 40])
+def test_requests_are_cut_where_whole_ones_would_unbalance_parts(lengths: list[int]) -> None:
+    cuts, splits = schedules(lengths, 33)
+    assert any(first < last for first, last in splits)
+    shares = [b - a for a, b in pairwise(positions(cuts, lengths))]
+    assert max(shares) <= sum(shares) / 33 + 1 + 2 * (SNAP + 1)
+
+
+def positions(cuts: list[list[int]], lengths: list[int]) -> list[int]:
+    """Where cuts lie when all tiles, and what beginning a request costs, lie on one line."""
+    costs = [-(-length // 16) + OVERHEAD for length in lengths]
+    return [sum(costs[:request]) + (tile and tile + OVERHEAD) for request, tile in cuts]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 18, 150])
