@@ -32,6 +32,9 @@ def draw_batch(axes: Axes, rows: list[dict[str, Any]], figure: str, label: str) 
         ylabel=label,
         title=f"batch {asked}" if asked else "largest batch",
     )
+    contexts = sorted({row["context"] for row in rows})
+    axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.legend()
 
