@@ -1,6 +1,6 @@
 """Rows through a process group of each pair: whole, in order, and no peer can take others down.
 
-The group is gloo's, which differs from NCCL's only in what moves the bytes; messages go over ZMQ.
+The group is gloo's, which differs from NCCL's only in what moves the bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def closing() -> Iterator[Closing]:
-    """Takes what is closed at the end of a test, and returns it."""
+    """Takes what is closed at the end of a test, and returns it; no thread outlives the test.
+
+    One that still waits in gloo for a peer when the interpreter ends makes it abort.
+    """
+    before = set(threading.enumerate())
     opened: list[Any] = []
 
     def register(rank: Any) -> Any:
@@ -58,6 +62,10 @@ def closing() -> Iterator[Closing]:
     yield register
     for rank in opened:
         rank.close()
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(PATIENCE.handshake)
+    assert not [thread.name for thread in left if thread.is_alive()]
 
 
 def migrate(prefill: Prefill, decode: Decode, room: int) -> bool:
