@@ -21,6 +21,7 @@ import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -43,7 +44,7 @@ from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_
 from tpla.convert.report_plots import draw_error_against_bytes
 from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import CoreValues, DecodeSpec, Mode
-from tpla.convert.text import load_tokenizer, read_sequences
+from tpla.convert.text import count_tokens, load_tokenizer, read_sequences
 from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan, describe_core
@@ -115,12 +116,8 @@ def encode_questions(model: Path, held: Held) -> Asked | None:
     if not held.questions:
         return None
     tokenizer = load_tokenizer(model)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     tasks = [q for kind in TASK_KINDS for q in task_questions(kind, held.questions)]
-    recall = recall_questions(count_tokens, held.recall_distance, held.recalls)
+    recall = recall_questions(partial(count_tokens, tokenizer), held.recall_distance, held.recalls)
     encoded = ([encode_exchange(tokenizer, q) for q in part] for part in (tasks, recall))
     return Asked(*encoded)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from tpla.convert.endpoint_tasks import RECALL, EndpointResult, TaskRow
@@ -16,7 +17,7 @@ from tpla.convert.forced_answers import encode_exchange, exact_answers
 from tpla.convert.reference.conversations import Question
 from tpla.convert.reference.questions import TASK_KINDS, recall_questions, task_questions
 from tpla.convert.sliced_attention import DecodeSpec
-from tpla.convert.text import load_tokenizer
+from tpla.convert.text import count_tokens, load_tokenizer
 
 
 def ask_checkpoint(
@@ -63,11 +64,8 @@ def _tasks(
     tokenizer: Any, questions: int, recalls: int, distances: Sequence[int]
 ) -> Iterator[tuple[str, int | None, list[Question]]]:
     """Task, distance where it is recall, and its questions."""
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     for distance in distances:
-        yield RECALL, distance, recall_questions(count_tokens, distance, recalls)
+        counting = partial(count_tokens, tokenizer)
+        yield RECALL, distance, recall_questions(counting, distance, recalls)
     for kind in TASK_KINDS:
         yield kind, None, task_questions(kind, questions)

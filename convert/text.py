@@ -37,6 +37,11 @@ def load_tokenizer(directory: Path) -> Any:
         raise CheckpointError(f"no usable tokenizer in {directory}: {first_line}") from error
 
 
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """Tokens of a plain text, by the tokenizer of a checkpoint."""
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def sequence_context(config: dict[str, Any], context: int | None) -> int:
     """Tokens of a sequence: as asked, or a default that the model can take.
 
