@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
-from tpla.core.config.environment import put
+from tpla.core.config.environment import LOCAL_TOKENIZER, put
 
 _console = Console(highlight=False)
 _METRICS = ("ttft", "tpot", "itl")
@@ -93,8 +93,7 @@ def send(load: Load, model: str, rate: float) -> dict[str, Any]:
     Raises:
         GeneratorFailed: it failed, or did not end in ``load.timeout`` seconds.
     """
-    # The tokenizer is a folder; without a network transformers asks the hub for 47 s nevertheless.
-    put({"HF_HUB_OFFLINE": "1"}, override=False)
+    put(LOCAL_TOKENIZER, override=False)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
         command = [

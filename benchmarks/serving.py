@@ -13,11 +13,10 @@ does. A prefill worker is given prompts one after another.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import aiohttp
 import httpx
@@ -35,6 +34,7 @@ from tpla.benchmarks.half_load import (
 )
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.serving_systems import BASELINE, SYSTEMS, ServingSystem, worker
+from tpla.benchmarks.systems_report import SystemsReport
 from tpla.benchmarks.timing_model import write_timing_model
 from tpla.core.config import Role
 from tpla.workers.ports import free_ports
@@ -89,25 +89,18 @@ class Plan:
     profile: tuple[int, int] | None
 
 
-@dataclass
-class Report:
-    """What was measured, in a file that is whole after every row: a night's run may be cut off."""
-
-    out: Path
-    header: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+class Report(SystemsReport):
+    """Rows beside SGLang's BF16 MLA; each is shown as it comes."""
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.save()
+        """As the base's, and shown."""
+        super().add(row)
         show(row)
 
     def save(self) -> None:
+        """As the base's, with every ratio that can be told by now."""
         add_ratios(self.rows)
-        rows = [asdict(row) for row in self.rows]
-        whole = {"header": self.header, "rows": rows, "failed": self.failed}
-        self.out.write_text(json.dumps(whole, indent=1) + "\n")
+        super().save()
 
 
 def measure_system(system: ServingSystem, plan: Plan, directory: Path, report: Report) -> None:
@@ -230,18 +223,16 @@ def main(
     command = command_line("serving")
     report = Report(out, describe_machine(command, commit))
     chosen = {system.name: system for system in SYSTEMS}
-    for name in systems.split(","):
+
+    def measure(name: str) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            try:
-                measure_system(chosen[name], plan, Path(directory), report)
-            except (StartFailed, LoadError, httpx.HTTPError, aiohttp.ClientError) as error:
-                report.failed[name] = str(error)
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-    report.save()
+            measure_system(chosen[name], plan, Path(directory), report)
+
+    failures = (StartFailed, LoadError, httpx.HTTPError, aiohttp.ClientError)
+    report.measure_all(systems.split(","), measure, failures)
     for row in report.rows:
         show(row)
-    if report.failed:
-        raise typer.Exit(1)
+    report.exit_if_failed()
 
 
 if __name__ == "__main__":

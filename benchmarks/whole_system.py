@@ -10,13 +10,12 @@ Weights are dummies of the true shapes; each rate is sent by ``load_sweep`` as c
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +25,7 @@ from tpla.benchmarks.command import command_line
 from tpla.benchmarks.load_sweep import Bounds, Load
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.plot_whole_system import draw
+from tpla.benchmarks.systems_report import SystemsReport
 from tpla.benchmarks.timing_model import write_timing_model, write_timing_tokenizer
 from tpla.core.errors import ConfigError
 from tpla.workers.deployment import ProcessPlan
@@ -40,7 +40,6 @@ _SGLANG_FLAGS = {
 }
 _SHARED = ("--load-format", "dummy", "--disable-radix-cache", "--grammar-backend", "none")
 _FEWEST_PROMPTS = 8
-_NAME = "timing"
 
 
 @dataclass(frozen=True)
@@ -110,34 +109,24 @@ def system_process(name: str, plan: Plan, model: Path, port: int) -> ProcessPlan
         raise ConfigError(f"no system {name}; choose from {_TPLA}, {', '.join(_SGLANG_FLAGS)}")
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
-        *("--served-model-name", _NAME, "--tp-size", str(plan.gpus)),
+        *("--served-model-name", model.name, "--tp-size", str(plan.gpus)),
         *(*_SGLANG_FLAGS[name], *shlex.split(plan.sglang_flags)),
     ]
     return ProcessPlan(name, (*command, *shared), f"http://127.0.0.1:{port}/health")
 
 
-@dataclass
-class Report:
-    """What was measured, in a file that is whole after every rate."""
+@dataclass(frozen=True)
+class Row(load_sweep.Row):
+    """One rate on one system; the rest as of ``load_sweep``."""
 
-    out: Path
-    header: dict[str, Any]
-    rows: list[dict[str, Any]]
-    failed: dict[str, str]
-
-    def save(self) -> None:
-        self.out.write_text(
-            json.dumps({"header": self.header, "rows": self.rows, "failed": self.failed}, indent=1)
-            + "\n"
-        )
+    model: str
+    system: str
+    gpus: int
+    goodput_per_gpu: float
 
 
-def measure_system(name: str, plan: Plan, directory: Path, report: Report) -> None:
+def measure_system(name: str, plan: Plan, model: Path, report: SystemsReport) -> None:
     """Start the system, send every rate, stop it."""
-    folder = write_timing_model(plan.model, plan.groups, directory, plan.layers)
-    write_timing_tokenizer(folder)
-    # Our deployment serves a model by its folder's name.
-    model = folder.rename(directory / _NAME)
     (port,) = free_ports(1)
     supervisor = Supervisor(plan.logs, _console)
     try:
@@ -145,28 +134,26 @@ def measure_system(name: str, plan: Plan, directory: Path, report: Report) -> No
         supervisor.wait_ready(plan.start_timeout, lambda waiting: None)
         _console.print(f"{name} serves")
         for rate in plan.rates:
-            report.rows.append(_measure_rate(name, plan, model, port, rate))
-            report.save()
+            report.add(_measure_rate(name, plan, model, port, rate))
     finally:
         supervisor.stop()
 
 
-def _measure_rate(name: str, plan: Plan, model: Path, port: int, rate: float) -> dict[str, Any]:
+def _measure_rate(name: str, plan: Plan, model: Path, port: int, rate: float) -> Row:
     prompts = max(_FEWEST_PROMPTS, round(rate * plan.seconds))
     load = Load(
         f"http://127.0.0.1:{port}", model, prompts, plan.input_tokens, plan.output_tokens,
         plan.rate_timeout, seed=1,
     )  # fmt: skip
-    row = load_sweep.judge(load_sweep.send(load, _NAME, rate), load, rate, plan.bounds)
+    row = load_sweep.judge(load_sweep.send(load, model.name, rate), load, rate, plan.bounds)
     load_sweep.show([row])
-    return {
-        **asdict(row),
-        "benchmark": "whole_system",
-        "model": plan.model,
-        "system": name,
-        "gpus": plan.gpus,
-        "goodput_per_gpu": row.goodput_requests_per_s / plan.gpus,
-    }
+    return Row(
+        **{**asdict(row), "benchmark": "whole_system"},
+        model=plan.model,
+        system=name,
+        gpus=plan.gpus,
+        goodput_per_gpu=row.goodput_requests_per_s / plan.gpus,
+    )
 
 
 def main(
@@ -205,19 +192,18 @@ def main(
         start_timeout, rate_timeout, logs, server_flags, prefill_flags, decode_flags, sglang_flags,
     )  # fmt: skip
     header = {**describe_machine(command_line("whole_system"), commit), **asdict(bounds)}
-    report = Report(out, header, [], {})
-    for name in systems.split(","):
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                measure_system(name, plan, Path(directory), report)
-            except (StartFailed, load_sweep.GeneratorFailed) as error:
-                report.failed[name] = str(error)
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-    report.save()
+    report = SystemsReport(out, header)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = write_timing_model(plan.model, plan.groups, Path(directory), plan.layers)
+        write_timing_tokenizer(folder)
+        report.measure_all(
+            systems.split(","),
+            lambda name: measure_system(name, plan, folder, report),
+            (StartFailed, load_sweep.GeneratorFailed),
+        )
     if plot is not None:
-        draw(report.rows, bounds, plot)
-    if report.failed:
-        raise typer.Exit(1)
+        draw(report.plain_rows(), bounds, plot)
+    report.exit_if_failed()
 
 
 if __name__ == "__main__":

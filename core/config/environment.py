@@ -46,3 +46,9 @@ SGLANG_CPU_ENGINE = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 """What SGLang itself needs on a host without a GPU, with the reason for each."""
+
+LOCAL_TOKENIZER = {
+    # Else transformers asks the hub about it: 47 s of retries on a host without a network.
+    "HF_HUB_OFFLINE": "1",
+}
+"""What a process needs that loads a tokenizer from a folder."""
