@@ -27,8 +27,9 @@ from tests.unit.group_peers import (
 from tests.unit.transfer_pair import METADATA, Pair, eventually
 from tpla.core.config import FaultPlan
 from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
-from tpla.core.messages import Ack, Chunk, Credit, Done, Reserve
+from tpla.core.messages import Abort, Ack, Chunk, Credit, Done, Dropped, Reserve
 from tpla.workers.transfer import group_plane
+from tpla.workers.transfer.pair_channel import PairChannel
 from tpla.workers.transfer.pair_group import host_store, join_group, join_store
 from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
@@ -75,6 +76,11 @@ def migrate(prefill: Prefill, decode: Decode, room: int) -> bool:
     prefill.push(room, SOURCE)
     assert eventually(lambda: room in prefill.events.done and room in decode.events.done)
     return decode.holds(TARGET, prefill.rows(SOURCE, decode.pool.layout))
+
+
+def breaks(*arguments: Any) -> Any:
+    """As a device would."""
+    raise RuntimeError("a device that broke")
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -209,18 +215,45 @@ def test_a_rank_that_answers_but_takes_no_rows_is_given_up_in_time_and_served_an
 def test_rows_that_were_announced_and_cannot_be_read_cost_the_connection_and_no_other_room(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*arguments: Any) -> Any:
-        raise RuntimeError("a device that broke")
-
     prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
     with monkeypatch.context() as patch:
-        patch.setattr(HostOutgoing, "pack", fails)
+        patch.setattr(HostOutgoing, "pack", breaks)
         decode.reserve(ROOM, prefill.endpoint, TARGET)
         prefill.open(ROOM)
         prefill.push(ROOM, SOURCE)
         assert eventually(lambda: ROOM in prefill.events.failed and ROOM in decode.events.failed)
     decode.receiver.forget(ROOM)
     assert migrate(prefill, decode, ROOM + 1)
+
+
+def test_a_room_that_is_reserved_when_a_lost_ones_end_is_known_is_served(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    end, send = PairChannel.shut, ZmqServerLink.send
+
+    def ends_late(channel: PairChannel) -> None:
+        threading.Timer(0.6, end, [channel]).start()
+
+    def takes_a_while(link: ZmqServerLink, peer: str, message: Any, *more: Any) -> None:
+        send(link, peer, message, *more)
+        if isinstance(message, Abort | Dropped):
+            time.sleep(0.3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostOutgoing, "pack", breaks)
+        patch.setattr(PairChannel, "shut", ends_late)
+        patch.setattr(ZmqServerLink, "send", takes_a_while)
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        prefill.open(ROOM)
+        prefill.push(ROOM, SOURCE)
+        assert eventually(lambda: ROOM in decode.events.failed)
+        decode.reserve(ROOM + 1, prefill.endpoint, TARGET)
+        assert eventually(lambda: ROOM in prefill.events.failed)
+    prefill.open(ROOM + 1)
+    prefill.push(ROOM + 1, SOURCE)
+    assert eventually(lambda: ROOM + 1 in decode.events.done), decode.events.failed
+    assert decode.holds(TARGET, prefill.rows(SOURCE, CACHE.layout))
 
 
 def test_the_end_of_a_room_is_told_as_soon_as_its_last_rows_are_stored(

@@ -67,7 +67,7 @@ class _PeerState(Enum):
 class _Peer:
     state: _PeerState
     deadline: float
-    reason: str = ""
+    error: TransferError | None = None
     inbox: Inbox | None = None
     waiting: list[tuple[int, Reserve]] = field(default_factory=list)
 
@@ -242,19 +242,10 @@ class DecodeReceiver:
     def on_disconnect(self, peer: str) -> None:
         """A prefill rank is gone: its rooms fail, and a later request greets it anew."""
         with self._lock:
-            known = self._peers.pop(peer, None)
-            affected = [room for room, state in self._rooms.items() if peer in state.endpoints]
-            for state in self._rooms.values():
-                state.unacknowledged_aborts.discard(peer)
-        if known is None:
-            return
-        _close_inbox(known)
-        logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(affected))
-        self._on_peer_lost(peer)
-        for room in affected:
-            self._give_up(room, TransferError(f"prefill rank {peer} is gone"))
-        with self._lock:
-            self._conclude_aborts()
+            if peer not in self._peers:
+                return
+            affected = self._part(peer)
+        self._mourn(peer, affected)
 
     def on_tick(self) -> None:
         """Ping, and end what took too long."""
@@ -286,7 +277,8 @@ class DecodeReceiver:
         elif peer.state is _PeerState.GREETING:
             peer.waiting.append((reserve.room, reserve))
         else:
-            self._give_up(reserve.room, LayoutMismatch(peer.reason))
+            assert peer.error is not None
+            self._give_up(reserve.room, peer.error)
 
     def _on_welcome(self, endpoint: str, data_port: int) -> None:
         peer = self._peers.get(endpoint)
@@ -303,18 +295,21 @@ class DecodeReceiver:
     def _on_dropped(self, endpoint: str, reason: str) -> None:
         peer = self._peers.get(endpoint)
         if peer is not None and peer.state is _PeerState.WELCOME:
-            self._on_refuse(endpoint, reason)
+            self._turn_away(endpoint, TransferError(f"prefill dropped this rank: {reason}"))
 
     def _on_refuse(self, endpoint: str, reason: str) -> None:
-        logger.error("prefill rank %s refused this decode rank: %s", endpoint, reason)
-        peer = self._peers.get(endpoint)
-        if peer is None:
+        self._turn_away(endpoint, LayoutMismatch(f"prefill refused this rank: {reason}"))
+
+    def _turn_away(self, endpoint: str, error: TransferError) -> None:
+        """A prefill rank wants nothing of this one until it is greeted anew."""
+        if endpoint not in self._peers:
             return
-        peer.state, peer.reason, peer.waiting = _PeerState.REFUSED, reason, []
-        _close_inbox(peer)
-        for room, state in list(self._rooms.items()):
-            if endpoint in state.endpoints:
-                self._give_up(room, LayoutMismatch(f"prefill refused: {reason}"))
+        logger.error("%s: %s", endpoint, error)
+        rooms = self._part(endpoint)
+        self._peers[endpoint] = _Peer(_PeerState.REFUSED, time.monotonic(), error)
+        for room in rooms:
+            self._give_up(room, error)
+        self._conclude_aborts()
 
     # ---- called by inboxes
 
@@ -381,11 +376,28 @@ class DecodeReceiver:
             known = self._peers.get(peer)
             if known is None or known.inbox is not inbox:
                 return
+            self._link.disconnect(peer)
+            affected = self._part(peer)
         logger.error("%s", error)
-        self._link.disconnect(peer)
-        self.on_disconnect(peer)
+        self._mourn(peer, affected)
 
     # ---- ends
+
+    def _part(self, peer: str) -> list[int]:
+        """Forget a prefill rank, so that a later request greets it anew; returns its rooms."""
+        _close_inbox(self._peers.pop(peer))
+        for state in self._rooms.values():
+            state.unacknowledged_aborts.discard(peer)
+        return [room for room, state in self._rooms.items() if peer in state.endpoints]
+
+    def _mourn(self, peer: str, rooms: list[int]) -> None:
+        """Fail a lost rank's rooms; without the lock, which no listener may wait for."""
+        logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(rooms))
+        self._on_peer_lost(peer)
+        for room in rooms:
+            self._give_up(room, TransferError(f"prefill rank {peer} is gone"))
+        with self._lock:
+            self._conclude_aborts()
 
     def _on_abort(self, peer: str, abort: Abort) -> None:
         state = self._rooms.get(abort.room)

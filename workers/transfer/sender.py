@@ -193,6 +193,8 @@ class PrefillSender:
         with self._lock:
             pusher = self._pushers.pop(peer, None)
             affected = [room for room, state in self._rooms.items() if peer in state.peers]
+            for room in affected:
+                del self._rooms[room].peers[peer]  # it cannot be told
         if pusher is None:
             return
         pusher.stop()
@@ -371,8 +373,9 @@ class PrefillSender:
         with self._lock:
             if self._pushers.get(pusher.peer) is not pusher:
                 return
-        self.on_disconnect(pusher.peer)
-        self._link.send(pusher.peer, Dropped(f"the connection for rows broke: {error}"))
+            # Said before any of its rooms fails: what it asks for afterwards, it asks anew.
+            self._link.send(pusher.peer, Dropped(f"the connection for rows broke: {error}"))
+            self.on_disconnect(pusher.peer)
 
     def send_task(self, pusher: Pusher, task: Task) -> None:
         """Send a task's pages in chunks; runs on the pusher's thread."""
