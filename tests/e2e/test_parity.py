@@ -109,6 +109,10 @@ MATRIX = [
     for prefill_tp, page in ((1, 1), (2, 64))
     for decode in _every_decode()
 ]
+EIGHT_RANKS = pytest.param(
+    Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 8), Decode("tpla", 4, "16", "bf16", 8))),
+    marks=pytest.mark.matrix,
+)
 
 
 @dataclass
@@ -125,7 +129,7 @@ def random_prompts(count: int, seed: int = 1, longest: int = 400) -> list[list[i
     return [[rng.randrange(256) for _ in range(rng.randrange(3, longest))] for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=[*FLEETS, *MATRIX], ids=str)
+@pytest.fixture(scope="module", params=[*FLEETS, *MATRIX, EIGHT_RANKS], ids=str)
 def fleet(
     request: pytest.FixtureRequest,
     conversions: Conversions,
