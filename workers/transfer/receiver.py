@@ -244,8 +244,8 @@ class DecodeReceiver:
         with self._lock:
             if peer not in self._peers:
                 return
-            affected = self._part(peer)
-        self._mourn(peer, affected)
+            affected = self._forget_peer(peer)
+        self._fail_rooms(peer, affected)
 
     def on_tick(self) -> None:
         """Ping, and end what took too long."""
@@ -305,7 +305,7 @@ class DecodeReceiver:
         if endpoint not in self._peers:
             return
         logger.error("%s: %s", endpoint, error)
-        rooms = self._part(endpoint)
+        rooms = self._forget_peer(endpoint)
         self._peers[endpoint] = _Peer(_PeerState.REFUSED, time.monotonic(), error)
         for room in rooms:
             self._give_up(room, error)
@@ -377,21 +377,24 @@ class DecodeReceiver:
             if known is None or known.inbox is not inbox:
                 return
             self._link.disconnect(peer)
-            affected = self._part(peer)
+            affected = self._forget_peer(peer)
         logger.error("%s", error)
-        self._mourn(peer, affected)
+        self._fail_rooms(peer, affected)
 
     # ---- ends
 
-    def _part(self, peer: str) -> list[int]:
+    def _forget_peer(self, peer: str) -> list[int]:
         """Forget a prefill rank, so that a later request greets it anew; returns its rooms."""
         _close_inbox(self._peers.pop(peer))
         for state in self._rooms.values():
             state.unacknowledged_aborts.discard(peer)
         return [room for room, state in self._rooms.items() if peer in state.endpoints]
 
-    def _mourn(self, peer: str, rooms: list[int]) -> None:
-        """Fail a lost rank's rooms; without the lock, which no listener may wait for."""
+    def _fail_rooms(self, peer: str, rooms: list[int]) -> None:
+        """Fail a lost rank's rooms.
+
+        Not under the lock: the engine calls this class under one that ``on_peer_lost`` takes.
+        """
         logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(rooms))
         self._on_peer_lost(peer)
         for room in rooms:
