@@ -6,7 +6,8 @@ timing walks through so that no cache holds the rows it is about to read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,8 +55,7 @@ class KernelCase:
     @property
     def tiling(self) -> DecodeTiling:
         """The tuned tiling, with the case's way of weighting values."""
-        base = default_tiling(self.layout, self.query_len * self.heads)
-        return replace(base, fp8_values=self.fp8_weights)
+        return default_tiling(self.layout, self.query_len * self.heads, self.fp8_weights)
 
     @property
     def heads(self) -> int:
@@ -91,35 +91,43 @@ class KernelCase:
         return 2 * self.tokens * self.query_len * self.heads * QK_ROPE_HEAD_DIM
 
 
-_FP8, _BF16 = KVFormat.FP8, KVFormat.BF16
-SHAPES: list[tuple[str, int, int, int, KVFormat, bool, int]] = [
-    ("DeepSeek-V3", 128, 2, 2, _FP8, False, 0),
-    ("DeepSeek-V3", 128, 4, 2, _FP8, False, 0),
-    ("DeepSeek-V3", 128, 8, 2, _FP8, False, 0),
-    ("DeepSeek-V3", 128, 2, 1, _FP8, False, 0),
-    ("DeepSeek-V3", 128, 4, 2, _BF16, False, 0),
-    ("DeepSeek-V3", 128, 2, 2, _FP8, True, 0),
-    ("DeepSeek-V3", 128, 4, 2, _FP8, True, 0),
-    ("DeepSeek-V3", 128, 2, 1, _FP8, True, 0),
-    ("DeepSeek-V3", 128, 4, 4, _FP8, False, 128),
-    ("DeepSeek-V3", 128, 8, 4, _FP8, False, 128),
-    ("Kimi-K2", 64, 2, 2, _FP8, False, 0),
-    ("Kimi-K2", 64, 4, 2, _FP8, False, 0),
-    ("Kimi-K2", 64, 8, 2, _FP8, False, 0),
-    ("DeepSeek-V2-Lite", 16, 2, 2, _FP8, False, 0),
-    ("DeepSeek-V2-Lite", 16, 4, 2, _FP8, False, 0),
-]
-"""Model, its heads, TP, groups, row format, P V in FP8, shared core dims."""
+class Shape(NamedTuple):
+    """A case at any batch and context; fields as :class:`KernelCase`'s."""
+
+    model: str
+    model_heads: int
+    tp: int
+    groups: int
+    kv_format: KVFormat = KVFormat.FP8
+    fp8_weights: bool = False
+    core_dims: int = 0
+
+
+SHAPES = (
+    Shape("DeepSeek-V3", 128, tp=2, groups=2),
+    Shape("DeepSeek-V3", 128, tp=4, groups=2),
+    Shape("DeepSeek-V3", 128, tp=8, groups=2),
+    Shape("DeepSeek-V3", 128, tp=2, groups=1),
+    Shape("DeepSeek-V3", 128, tp=4, groups=2, kv_format=KVFormat.BF16),
+    Shape("DeepSeek-V3", 128, tp=2, groups=2, fp8_weights=True),
+    Shape("DeepSeek-V3", 128, tp=4, groups=2, fp8_weights=True),
+    Shape("DeepSeek-V3", 128, tp=2, groups=1, fp8_weights=True),
+    Shape("DeepSeek-V3", 128, tp=4, groups=4, core_dims=128),
+    Shape("DeepSeek-V3", 128, tp=8, groups=4, core_dims=128),
+    Shape("Kimi-K2", 64, tp=2, groups=2),
+    Shape("Kimi-K2", 64, tp=4, groups=2),
+    Shape("Kimi-K2", 64, tp=8, groups=2),
+    Shape("DeepSeek-V2-Lite", 16, tp=2, groups=2),
+    Shape("DeepSeek-V2-Lite", 16, tp=4, groups=2),
+)
 
 
 def cases(batches: list[tuple[int, int]]) -> list[KernelCase]:
     """Every shape at each (batch, context)."""
     return [
-        KernelCase(
-            model, heads, tp, groups, kv_format, *batch, fp8_weights=fp8_weights, core_dims=core
-        )
-        for batch in batches
-        for model, heads, tp, groups, kv_format, fp8_weights, core in SHAPES
+        KernelCase(**shape._asdict(), batch=batch, context=context)
+        for batch, context in batches
+        for shape in SHAPES
     ]
 
 

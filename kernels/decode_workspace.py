@@ -42,15 +42,19 @@ class DecodeTiling:
     fp8_values: bool = False
 
 
-def default_tiling(layout: LatentLayout, rows: int) -> DecodeTiling:
+def default_tiling(layout: LatentLayout, rows: int, fp8_values: bool = False) -> DecodeTiling:
     """Tiling for ``rows`` query rows (query length times heads) over rows of ``layout``."""
-    if layout.has_scale and (rows <= 64 or layout.latent_width > 256):
-        return DecodeTiling(block_rows=64, num_warps=8, hopper=True)
+    block_rows = 128 if rows > 64 and layout.latent_width <= 256 else 64
+    if layout.has_scale:
+        return DecodeTiling(block_rows, num_warps=8, hopper=True, fp8_values=fp8_values)
+    num_warps, num_stages = 4, 4
     if layout.latent_width > 256:
-        return DecodeTiling(block_rows=64, num_warps=8, num_stages=2)
-    if rows > 64:
-        return DecodeTiling(block_rows=128, num_warps=8, hopper=True)
-    return DecodeTiling(block_rows=64, num_stages=4)
+        num_warps, num_stages = 8, 2
+    elif rows > 64:
+        num_warps, num_stages = 8, 3
+    return DecodeTiling(
+        block_rows, num_warps=num_warps, num_stages=num_stages, fp8_values=fp8_values
+    )
 
 
 class DecodeWorkspace:

@@ -5,8 +5,6 @@ Shape suffixes: B requests, N block-table entries.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from sglang.kernels.ops.kvcache.kv_indices import (
     create_flashmla_kv_indices_triton,
@@ -52,7 +50,7 @@ class DecodeStep:
                 1,
                 heads,
                 run.layout,
-                replace(default_tiling(run.layout, heads), fp8_values=fp8_values),
+                default_tiling(run.layout, heads, fp8_values),
                 device=device,
             )
             for run in layout.runs
