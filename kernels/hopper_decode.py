@@ -83,7 +83,7 @@ def decode_kernel(
     K: gl.constexpr = 64
     gl.static_assert(num_warps == 4)
     QUERY_BLOCKS: gl.constexpr = 2 if SHARE == "rows" else 1
-    # The converter waits for a tile's buffer that must not be asked for again before it is done.
+    # The converter waits for the turn of a tile's buffer: an earlier tile's it could miss.
     gl.static_assert((SHARE == "tiles") | (SLOTS <= STAGES + 1))
     READERS: gl.constexpr = 1 if SHARE == "tiles" else 2
     value_dtype: gl.constexpr = gl.float8e4nv if FP8_VALUES else gl.float16
