@@ -6,7 +6,8 @@ tiles zero, which costs their share of the products and of nothing that is read.
 groups of warps (:mod:`tpla.kernels.hopper_partitions`) that meet at barriers in shared memory
 only::
 
-    queries   1 warp    queries of a request             -> one buffer        (bulk copy)
+    prepare   1 warp    queries of a request             -> one buffer        (bulk copy)
+                        log2(sigma / RANGE) of a tile     -> ``STAGES`` words
     rows      1 warp    a tile of 64 cached rows          -> ``STAGES`` buffers (bulk copies)
     convert   2 warps   its latents in the form P V takes -> ``SLOTS`` buffers
     consume   4 warps   Q K of a tile and P V of the one before, then softmax; twice
@@ -17,7 +18,8 @@ permutation separates them, and stmatrix stores them (FlashAttention-3). Within 
 in the order in which the registers of the logits hold them, so P enters its product as it lies.
 
 The two consumers divide (``SHARE``): the *rows*, 64 of 128 each; or the *tiles*, every other one of
-the same 64 rows, joined after the last tile.
+the same 64 rows, joined after the last tile. With *rows* a consumer tells of a tile and of the
+values of the one before it at once, since each barrier that it tells costs two among its warps.
 
 Each block of tokens is weighted relative to its own largest logit and token scale, not to the
 running ones (SnapMLA, dynamic P quantisation per block)::
@@ -48,8 +50,8 @@ from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.decode_call import DecodeCall
 from tpla.kernels.decode_workspace import DecodeTiling
-from tpla.kernels.hopper_partitions import consume, convert
-from tpla.kernels.hopper_tiles import produce, produce_queries
+from tpla.kernels.hopper_partitions import consume, convert, prepare
+from tpla.kernels.hopper_tiles import produce
 from tpla.kernels.hopper_wide import wide_decode_kernel
 
 _LN2 = 0.6931471805599453
@@ -81,6 +83,8 @@ def decode_kernel(
     K: gl.constexpr = 64
     gl.static_assert(num_warps == 4)
     QUERY_BLOCKS: gl.constexpr = 2 if SHARE == "rows" else 1
+    # The converter waits for the turn of a tile's buffer: an earlier tile's it could miss.
+    gl.static_assert((SHARE == "tiles") | (SLOTS <= STAGES + 1))
     READERS: gl.constexpr = 1 if SHARE == "tiles" else 2
     value_dtype: gl.constexpr = gl.float8e4nv if FP8_VALUES else gl.float16
     value_layout: gl.constexpr = (
@@ -95,11 +99,15 @@ def decode_kernel(
     rope_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K, ROPE], rope_desc.layout)
     scale_buf = gl.allocate_shared_memory(gl.float32, [STAGES, K, 4], scale_desc.layout)
     value_buf = gl.allocate_shared_memory(value_dtype, [SLOTS, K, WIDTH], value_layout)
+    level_buf = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     lse_buf = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    level_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     value_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     value_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     met = gl.allocate_shared_memory(gl.int64, [3, 1], barrier)
@@ -108,6 +116,7 @@ def decode_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS + 1)
+        mbarrier.init(level_full.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(value_full.index(i), count=1)
         mbarrier.init(value_empty.index(i), count=READERS)
@@ -126,7 +135,8 @@ def decode_kernel(
     query_bufs = (q_buf, q_rope_buf, q_full, q_empty)
     tile_bufs = (latent_buf, rope_buf, scale_buf, full, empty)
     value_bufs = (value_buf, value_full, value_empty)
-    buffers = (query_bufs, tile_bufs, value_bufs, merge_bufs)
+    level_bufs = (scale_buf, level_buf, full, level_full)
+    buffers = (query_bufs, tile_bufs, level_bufs, value_bufs, merge_bufs)
     if FP8_VALUES:  # the converter sees pairs of columns, then pairs of tokens
         staged_buf = latent_buf._reinterpret(
             gl.int16, [STAGES, K, WIDTH // 2], gl.NVMMASharedLayout(min(WIDTH, 128), 16, 2)
@@ -151,10 +161,11 @@ def decode_kernel(
                        FP8_VALUES, COLUMNS, LN2)),
             (convert, (convert_bufs, schedule, STAGES, SLOTS, SHARE, FP8_VALUES)),
             (produce, (tile_bufs, rows_in, schedule, ROPE_COLUMN, SCALE_COLUMN, PAGE, STAGES)),
-            (produce_queries, (query_bufs, (q_desc, q_rope_desc), part_ptr, rows, QUERY_BLOCKS)),
+            (prepare, (query_bufs, level_bufs, (q_desc, q_rope_desc), schedule, rows, QUERY_BLOCKS,
+                       STAGES, FP8_VALUES)),
         ],
         [4, 2, 1, 1],
-        [216, 72, 72, 72],
+        [224, 56, 56, 56],
     )  # fmt: skip
 
 
@@ -254,8 +265,9 @@ def _narrow_plan(width: int, rope: int, tiling: DecodeTiling) -> dict[str, str |
     """What the consumers divide, and how many tiles and staged values shared memory holds."""
     share = "rows" if tiling.block_rows == 128 else "tiles"
     queries = (2 if share == "rows" else 1) * 64 * (width + 2 * rope)
-    slots = 6 if tiling.fp8_values else 3
-    values = 3 * _BLOCK_TOKENS * 2 * width
+    itemsize = 1 if tiling.fp8_values else 2
+    slots = 3 if itemsize == 2 else 4 if share == "rows" else 6
+    values = slots * _BLOCK_TOKENS * itemsize * width
     return {"SHARE": share, "SLOTS": slots, "STAGES": _stages(width, rope, queries + values)}
 
 

@@ -1,5 +1,5 @@
 """What the warps of :func:`tpla.kernels.hopper_decode.decode_kernel` do beside those that bring
-tiles: converter and consumers. Shape suffixes and the recursion are described there.
+tiles: who prepares, converts and consumes. Shape suffixes and the recursion are described there.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tpla.kernels.hopper_tiles import (
-    LOG2_FP8_RANGE,
-    LOG2_FP16_RANGE,
     LOGITS,
     QUARTERS,
+    ask_for_queries,
     range_of,
     requests_of,
+    scale_level,
     softmax,
     start_logits,
     token_scales,
-    weights_as_fp8,
+    weights_as_words,
+    words_as_fp8,
 )
 
 # 64 tokens of 32 pairs of columns, as ldmatrix brings them when it transposes pairs.
@@ -36,6 +37,34 @@ _PAIRS = gl.constexpr(
         [64, 32],
     )
 )
+
+
+@gluon.jit
+def prepare(
+    query_bufs, level_bufs, queries_in, schedule, rows, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, FP8_VALUES: gl.constexpr,
+):  # fmt: skip
+    """One warp: ask for the queries of request after request, and weigh each tile's scales."""
+    scale_buf, level_buf, full, level_full = level_bufs
+    length_ptr, part_ptr = schedule
+    K: gl.constexpr = 64
+    column: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 1], [1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    part = gl.program_id(1)
+    begin, end = requests_of(part_ptr, part)
+    number = 0
+    for request in range(begin, end):
+        ask_for_queries(query_bufs, queries_in, request, request - begin, rows, BLOCKS)
+        length, first, stop, _tiles = range_of(part_ptr, length_ptr, part, request, K)
+        for tile in range(first, stop):
+            stage = number % STAGES
+            mbarrier.wait(full.index(stage), (number // STAGES) & 1)
+            k_scale = scale_buf.index(stage).slice(0, 1, dim=1).load(column).reshape([K])
+            token = tile * K + gl.arange(0, K, layout=k_scale.type.layout)
+            level = scale_level(gl.where(token < length, k_scale, 0.0), FP8_VALUES)
+            level_buf.index(stage).store(gl.full([1], level, gl.float32, one))
+            mbarrier.arrive(level_full.index(stage), count=1)
+            number += 1
 
 
 @gluon.jit
@@ -124,7 +153,13 @@ def convert(
             stage = number % STAGES
             slot = number % SLOTS
             mbarrier.wait(full.index(stage), (number // STAGES) & 1)
-            mbarrier.wait(value_empty.index(slot), ((number // SLOTS) & 1) ^ 1)
+            if SHARE == "tiles":
+                mbarrier.wait(value_empty.index(slot), ((number // SLOTS) & 1) ^ 1)
+            else:
+                # Who is done with a tile is done with the values of the one before: the tile after
+                # the slot's last one must be gone, whose buffer ``later`` takes next.
+                later = number - SLOTS + 1 + STAGES
+                mbarrier.wait(empty.index(later % STAGES), ((later // STAGES) & 1) ^ 1)
             latent = latent_buf.index(stage)
             values_s = value_buf.index(slot)
             valid = length - tile * K
@@ -142,12 +177,21 @@ def convert(
 
 
 @gluon.jit
-def _as_operand(weight, OPERAND: gl.constexpr, FP8_VALUES: gl.constexpr):
-    """P' as the left operand of P V, without moving data between threads."""
+def _rounded(weight, OPERAND: gl.constexpr, FP8_VALUES: gl.constexpr):
+    """P' as a consumer keeps it until P V."""
     if FP8_VALUES:
-        return gl.convert_layout(weights_as_fp8(weight), OPERAND, assert_trivial=True)
+        return weights_as_words(weight)
     else:
         return gl.convert_layout(weight.to(gl.float16), OPERAND)
+
+
+@gluon.jit
+def _as_operand(p, OPERAND: gl.constexpr, FP8_VALUES: gl.constexpr):
+    """P' as the left operand of P V, without moving data between threads."""
+    if FP8_VALUES:
+        return gl.convert_layout(words_as_fp8(p), OPERAND, assert_trivial=True)
+    else:
+        return p
 
 
 @gluon.jit
@@ -244,9 +288,10 @@ def consume(
     COLUMNS: gl.constexpr, LN2: gl.constexpr,
 ):  # fmt: skip
     """Four warps: attend from 64 query rows to the tiles of a part that are this consumer's."""
-    query_bufs, tile_bufs, value_bufs, merge_bufs = buffers
+    query_bufs, tile_bufs, level_bufs, value_bufs, merge_bufs = buffers
     q_buf, q_rope_buf, q_full, q_empty = query_bufs
     latent_buf, rope_buf, scale_buf, full, empty = tile_bufs
+    _scale_buf, level_buf, _full, level_full = level_bufs
     value_buf, value_full, value_empty = value_bufs
     length_ptr, part_ptr = schedule
     rows, heads, queries, softmax_scale_log2 = shape
@@ -254,7 +299,6 @@ def consume(
     K: gl.constexpr = 64
     STEP: gl.constexpr = 2 if SHARE == "tiles" else 1
     WIDTH: gl.constexpr = value_buf.shape[2]
-    log2_range: gl.constexpr = LOG2_FP8_RANGE if FP8_VALUES else LOG2_FP16_RANGE
     value_k: gl.constexpr = 32 if FP8_VALUES else 16
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, value_k])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 4 if FP8_VALUES else 2)
@@ -280,51 +324,59 @@ def consume(
         ref = top
         total_4 = gl.zeros([M, 4], gl.float32, QUARTERS)
         mbarrier.wait(q_full, (request - begin) & 1)
+        # In registers, since shared memory is what the products wait for.
+        q_rope = q_rope_s.load(gl.DotOperandLayout(0, LOGITS, 2))
         own = first + (consumer if SHARE == "tiles" else 0)
         if own < stop:
             here = number + own - first
             stage = here % STAGES
             mbarrier.wait(full.index(stage), (here // STAGES) & 1)
-            s = start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
-            k_scale, shift = token_scales(scale_buf.index(stage), own * K, length, FP8_VALUES)
+            s = start_logits(q_s, q_rope, latent_buf.index(stage), rope_buf.index(stage))
+            mbarrier.wait(level_full.index(stage), (here // STAGES) & 1)
+            k_scale = token_scales(scale_buf.index(stage), own * K, length)
+            level = level_buf.index(stage).load(gl.SliceLayout(1, LOGITS))
             s = warpgroup_mma_wait(0, deps=[s])
             weight, decay, top, ref, total_4 = softmax(
-                s, k_scale, shift - log2_range, row_scale, last_seen, own * K, all_see, top, ref,
-                total_4,
-            )  # fmt: skip
+                s, k_scale, level, row_scale, last_seen, own * K, all_see, top, ref, total_4
+            )
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            p = _as_operand(weight, operand, FP8_VALUES)
+            p = _rounded(weight, operand, FP8_VALUES)
             for tile in range(own + STEP, stop, STEP):
                 following = number + tile - first
                 stage = following % STAGES
                 slot = here % SLOTS
                 mbarrier.wait(full.index(stage), (following // STAGES) & 1)
-                s = start_logits(q_s, q_rope_s, latent_buf.index(stage), rope_buf.index(stage))
+                s = start_logits(q_s, q_rope, latent_buf.index(stage), rope_buf.index(stage))
                 mbarrier.wait(value_full.index(slot), (here // SLOTS) & 1)
                 values_s = value_buf.index(slot)
-                acc = warpgroup_mma(p, values_s, acc, is_async=True)
-                k_scale, shift = token_scales(scale_buf.index(stage), tile * K, length, FP8_VALUES)
+                acc = warpgroup_mma(
+                    _as_operand(p, operand, FP8_VALUES), values_s, acc, is_async=True
+                )
+                mbarrier.wait(level_full.index(stage), (following // STAGES) & 1)
+                k_scale = token_scales(scale_buf.index(stage), tile * K, length)
+                level = level_buf.index(stage).load(gl.SliceLayout(1, LOGITS))
                 s = warpgroup_mma_wait(1, deps=[s])
                 weight, decay, top, ref, total_4 = softmax(
-                    s, k_scale, shift - log2_range, row_scale, last_seen, tile * K, all_see, top,
-                    ref, total_4,
-                )  # fmt: skip
+                    s, k_scale, level, row_scale, last_seen, tile * K, all_see, top, ref, total_4
+                )
                 # Written after the softmax, yet ptxas waits before most of it. With the softmax
-                # held before the wait by a barrier, beside P V, the kernel was slower (README).
+                # held before the wait, beside P V, the kernel was slower (README).
                 acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
                 gl.thread_barrier()  # every warp is done with the tile and the values
                 mbarrier.arrive(empty.index(stage), count=1)
-                mbarrier.arrive(value_empty.index(slot), count=1)
+                if SHARE == "tiles":
+                    mbarrier.arrive(value_empty.index(slot), count=1)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, out_layout))[:, None]
-                p = _as_operand(weight, operand, FP8_VALUES)
+                p = _rounded(weight, operand, FP8_VALUES)
                 here = following
             slot = here % SLOTS
             mbarrier.wait(value_full.index(slot), (here // SLOTS) & 1)
             values_s = value_buf.index(slot)
-            acc = warpgroup_mma(p, values_s, acc, is_async=False)
-            gl.thread_barrier()
-            mbarrier.arrive(value_empty.index(slot), count=1)
+            acc = warpgroup_mma(_as_operand(p, operand, FP8_VALUES), values_s, acc, is_async=False)
+            if SHARE == "tiles":
+                gl.thread_barrier()
+                mbarrier.arrive(value_empty.index(slot), count=1)
         mbarrier.arrive(q_empty, count=1)
         number += stop - first
 

@@ -102,24 +102,30 @@ def produce(
 
 
 @gluon.jit
-def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
-    """One warp: ask for the queries of request after request."""
+def ask_for_queries(buffers, queries_in, request, turn, rows, BLOCKS: gl.constexpr):
+    """Ask for the queries of a request, the ``turn``-th of the part."""
     q_buf, q_rope_buf, full, empty = buffers
     q_desc, q_rope_desc = queries_in
     M: gl.constexpr = 64
-    begin, end = requests_of(part_ptr, gl.program_id(1))
-    for request in range(begin, end):
-        mbarrier.wait(empty, ((request - begin) & 1) ^ 1)
-        mbarrier.expect(full, BLOCKS * (q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes))
-        for block in gl.static_range(BLOCKS):
-            row = request * rows + (gl.program_id(0) * BLOCKS + block) * M
-            tma.async_copy_global_to_shared(q_desc, [row, 0], full, q_buf.index(block))
-            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full, q_rope_buf.index(block))
+    mbarrier.wait(empty, (turn & 1) ^ 1)
+    mbarrier.expect(full, BLOCKS * (q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes))
+    for block in gl.static_range(BLOCKS):
+        row = request * rows + (gl.program_id(0) * BLOCKS + block) * M
+        tma.async_copy_global_to_shared(q_desc, [row, 0], full, q_buf.index(block))
+        tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full, q_rope_buf.index(block))
 
 
 @gluon.jit
-def start_logits(q_s, q_rope_s, latent, rope):
-    """Begin Q K of a tile: two products into one accumulator."""
+def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
+    """One warp: ask for the queries of request after request."""
+    begin, end = requests_of(part_ptr, gl.program_id(1))
+    for request in range(begin, end):
+        ask_for_queries(buffers, queries_in, request, request - begin, rows, BLOCKS)
+
+
+@gluon.jit
+def start_logits(q_s, q_rope, latent, rope):
+    """Begin Q K of a tile: two products into one accumulator; ``q_rope`` may be in registers."""
     M: gl.constexpr = q_s.shape[0]
     K: gl.constexpr = latent.shape[0]
     zero = gl.zeros([M, K], gl.float32, _LOGITS_8)
@@ -127,12 +133,12 @@ def start_logits(q_s, q_rope_s, latent, rope):
     # With one product outstanding this waits for none: it only gives the accumulator a new layout.
     s = warpgroup_mma_wait(1, deps=[s])
     s = gl.convert_layout(s, LOGITS, assert_trivial=True)
-    return warpgroup_mma(q_rope_s, rope.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def token_scales(scale, first_token, length, EXACT: gl.constexpr):
-    """Scale of each token, zero beyond the length; log2 of the largest, or the integer above."""
+def token_scales(scale, first_token, length):
+    """Scale of each token, zero beyond the length."""
     K: gl.constexpr = scale.shape[0]
     # Of the 16 bytes a token, the least that a bulk copy brings, the first four are the scale.
     k_scale = scale.slice(0, 1, dim=1).load(_SCALE_COLUMN).reshape([K])
@@ -140,18 +146,34 @@ def token_scales(scale, first_token, length, EXACT: gl.constexpr):
     if first_token + K > length:
         token = first_token + gl.arange(0, K, layout=gl.SliceLayout(0, LOGITS))
         k_scale = gl.where(token < length, k_scale, 0.0)
+    return k_scale
+
+
+@gluon.jit
+def scale_level(k_scale, FP8_VALUES: gl.constexpr):
+    """log2(sigma / RANGE) of a block's token scales."""
     sigma = gl.maximum(gl.max(k_scale, 0), _SIGMA_FLOOR)
-    if EXACT:
-        return k_scale, gl.log2(sigma)
+    if FP8_VALUES:
+        # The accurate logarithm takes 25 instructions, one after the other.
+        return (
+            gl.inline_asm_elementwise(
+                "lg2.approx.ftz.f32 $0, $1;", "=f,f", [sigma], dtype=gl.float32, is_pure=True,
+                pack=1,
+            )
+            - LOG2_FP8_RANGE
+        )  # fmt: skip
     else:
-        return k_scale, ((sigma.to(gl.int32, bitcast=True) >> 23) - 126).to(gl.float32)
+        return ((sigma.to(gl.int32, bitcast=True) >> 23) - 126).to(gl.float32) - LOG2_FP16_RANGE
 
 
 @gluon.jit
 def softmax(
-    s, k_scale, shift, row_scale, last_seen, first_token, all_see, top, ref, total
+    s, k_scale, level, row_scale, last_seen, first_token, all_see, top, ref, total
 ):  # fmt: skip
-    """One block; returns P', the factor of what was accumulated before, and the new state."""
+    """One block; returns P', the factor of what was accumulated before, and the new state.
+
+    ``level`` is :func:`scale_level` of ``k_scale``.
+    """
     logits = s * k_scale[None, :]
     if first_token + s.shape[1] > all_see:
         token = first_token + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LOGITS))
@@ -159,7 +181,7 @@ def softmax(
     # First within a thread, for all rows: the exchanges between threads then overlap.
     own = gl.max(gl.max(logits.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
     largest = gl.max(gl.convert_layout(own, QUARTERS, assert_trivial=True), 1)
-    block = gl.convert_layout(largest, gl.SliceLayout(1, LOGITS)) * row_scale + shift
+    block = gl.convert_layout(largest, gl.SliceLayout(1, LOGITS)) * row_scale + level
     top = gl.maximum(top, block)
     new_ref = gl.maximum(block, top - _REF_FLOOR)
     p = gl.exp2(logits * row_scale[:, None] - new_ref[:, None])
@@ -172,12 +194,47 @@ def softmax(
 
 
 @gluon.jit
-def weights_as_fp8(weight):
-    """P' rounded to FP8, tokens of each 16 (bits t3 t2 t1 t0) at positions (t2 t1 t3 t0).
+def weights_as_words(weight):
+    """P' rounded to FP8, a row's tokens (t3 t0) of each 16 (bits t3 t2 t1 t0) in a word.
 
-    So a thread, which holds two neighbours of either eight, has four bytes that follow each other:
-    an operand of the FP8 product as it lies in registers, and a word of shared memory. Values come
-    in the same order.
+    A thread holds these four, two neighbours of either eight. Words, since of a tensor of bytes
+    that a loop carries each takes a register.
     """
-    p = weight.to(gl.float8e4nv).reshape([weight.shape[0], weight.shape[1] // 16, 2, 4, 2])
-    return p.permute([0, 1, 3, 2, 4]).reshape(weight.shape)
+    M: gl.constexpr = weight.shape[0]
+    K: gl.constexpr = weight.shape[1]
+    eights = weight.reshape([M, K // 16, 2, 4, 2]).permute([0, 1, 3, 4, 2])
+    low, high = gl.split(eights)
+    low_0, low_1 = gl.split(low)
+    high_0, high_1 = gl.split(high)
+    words = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f", [low_0, low_1, high_0, high_1], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return words.reshape([M, K // 4])
+
+
+@gluon.jit
+def words_as_fp8(words):
+    """Bytes of :func:`weights_as_words`, tokens of each 16 at positions (t2 t1 t3 t0).
+
+    So they are an operand of the FP8 product as they lie in registers, and words of shared memory
+    as well. Values come in the same order.
+    """
+    M: gl.constexpr = words.shape[0]
+    K: gl.constexpr = 4 * words.shape[1]
+    # A thread's registers follow r3 of a row (bits r3 r2 r1 r0), t4, t5. Of four of them each
+    # result is the bytes (t3 t0) of one.
+    fours = words.reshape([M // 16, 2, 8, K // 32, 2, 4])
+    a, b, c, d = gl.inline_asm_elementwise(
+        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+        "=r,=r,=r,=r,r,r,r,r", [fours], dtype=(gl.int8, gl.int8, gl.int8, gl.int8),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    # [rows of 16, t0, row of 8, t5, t3, (t2 t1), r3, t4]
+    p = gl.join(gl.join(a, b), gl.join(c, d)).permute([0, 6, 2, 3, 7, 5, 4, 1])
+    return p.reshape([M, K]).to(gl.float8e4nv, bitcast=True)

@@ -29,18 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tpla.kernels.hopper_tiles import (
-    LOG2_FP8_RANGE,
-    LOG2_FP16_RANGE,
     LOGITS,
     QUARTERS,
     produce,
     produce_queries,
     range_of,
     requests_of,
+    scale_level,
     softmax,
     start_logits,
     token_scales,
-    weights_as_fp8,
+    weights_as_words,
+    words_as_fp8,
 )
 
 
@@ -76,7 +76,7 @@ def _hand_over(weight, decay, weight_buf, factor_s, first_chunk, FP8_VALUES: gl.
     M: gl.constexpr = weight.shape[0]
     K: gl.constexpr = weight.shape[1]
     CHUNKS: gl.constexpr = K // weight_buf.shape[2]
-    p = weights_as_fp8(weight) if FP8_VALUES else weight.to(gl.float16)
+    p = words_as_fp8(weights_as_words(weight)) if FP8_VALUES else weight.to(gl.float16)
     if CHUNKS == 1:
         weight_buf.index(first_chunk).store(p)
     else:
@@ -102,7 +102,6 @@ def weigh(
     rows, heads, queries, softmax_scale_log2 = shape
     M: gl.constexpr = 64
     K: gl.constexpr = 64
-    log2_range: gl.constexpr = LOG2_FP8_RANGE if FP8_VALUES else LOG2_FP16_RANGE
     q_s = q_buf.index(0)
     q_rope_s = q_rope_buf.index(0)
     m_s = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, LOGITS))
@@ -133,13 +132,14 @@ def weigh(
                 # After the last tile its own logits once more, which nobody reads.
                 following = gl.where(tile + 1 < stop, here + 1, here)
                 ahead = following % STAGES
-                k_scale, shift = token_scales(scale_buf.index(stage), tile * K, length, FP8_VALUES)
+                k_scale = token_scales(scale_buf.index(stage), tile * K, length)
+                level = scale_level(k_scale, FP8_VALUES)
                 if (tile + 1) * K > length:
                     _clear_unused(words_buf.index(stage), length - tile * K)
                 mbarrier.wait(full.index(ahead), (following // STAGES) & 1)
                 next_s = start_logits(q_s, q_rope_s, latent_buf.index(ahead), rope_buf.index(ahead))
                 weight, decay, top, ref, total_4 = softmax(
-                    s, k_scale, shift - log2_range, row_scale, last_seen, tile * K, all_see, top,
+                    s, k_scale, level, row_scale, last_seen, tile * K, all_see, top,
                     ref, total_4,
                 )  # fmt: skip
                 turn = handed + tile - first
@@ -194,7 +194,7 @@ def _columns_as_fp16(pairs):
 @gluon.jit
 def _columns_as_fp8(pairs):
     """Pairs of columns as bytes, a row a column; tokens in the order of
-    :func:`weights_as_fp8`.
+    :func:`words_as_fp8`.
 
     A thread has two neighbouring tokens of either eight of each 16; it regroups the bytes of four
     such registers, of two times 16 tokens (t4), by column.
