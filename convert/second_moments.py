@@ -15,7 +15,8 @@ All are of c, the latent after RMSNorm without the norm's weight, whose basis is
 ``queries``
     ``attended``, A, seen by what reads it: S^(1/4) A S^(1/4), where S is the second moment of
     the absorbed queries and that of W_O W_UV, each weighted so that it sees half of A's energy.
-    S^(1/2) A S^(1/2) would order dims by the energy of logits and outputs alone.
+    S^(1/2) A S^(1/2) would order dims by the energy of logits and outputs alone; that the fourth
+    root loses less is measured, not derived (convert/README.md).
 
 Shape suffixes: T tokens, Q sampled queries, K keys, H heads, N nope dims, V value dims, R latent
 dims, E hidden size.
