@@ -2,9 +2,9 @@
 
 The calibration text's hidden states are the only thing carried from layer to layer, beyond a limit
 in a file (:mod:`~tpla.convert.hidden_states`). Through each
-layer the text passes up to four times: its latent projection alone for the covariance; then, in the
-rotated basis, its attention for the logit scales, and again, with those, for the value alignment;
-at last the whole layer for the next hidden states.
+layer the text passes up to five times: its latent projection alone for the second moment; its
+attention, if the basis goes by it; then, in the rotated basis, attention for the logit scales, and
+again, with those, for the value alignment; at last the whole layer for the next hidden states.
 
 Shape suffixes: T tokens, E hidden size, R latent dims, H heads, N nope dims.
 """
@@ -32,6 +32,7 @@ from tpla.convert.logit_scale import (
 )
 from tpla.convert.rewrite import LatentProjections, read_projections
 from tpla.convert.rotation import Method, make_rotation, spectrum
+from tpla.convert.second_moments import AttentionMoments, LatentMoments, Readers
 from tpla.convert.sliced_attention import (
     CoreValues,
     DecodeSpec,
@@ -79,8 +80,7 @@ class Recipe:
     def needs_text(self) -> bool:
         """Whether the recipe cannot do without calibration text."""
         fits = self.logit_scale is LogitScale.FIT and self.plan.groups > 1
-        measured = self.method in (Method.PCA, Method.LEARNED)
-        return measured or fits or self.alignment is not Alignment.NONE
+        return self.method.is_measured or fits or self.alignment is not Alignment.NONE
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,10 @@ def rotate_layer(
         Its latent projections in the new basis, the share of energy along each dim, and decode's
         keys ``[G, H, N, W]`` where they were learned with the basis.
     """
-    covariance_RR = latent_covariance(layer, hidden)
-    rank = recipe.plan.kv_lora_rank
-    rotation_RR = make_rotation(recipe.method, rank, covariance_RR, recipe.seed + index)
+    moments, rank = latent_moments(layer, hidden), recipe.plan.kv_lora_rank
+    covariance_RR = moments.second()
+    moment_RR = basis_moment(model, layer, hidden, recipe.method, moments)
+    rotation_RR = make_rotation(recipe.method, rank, moment_RR, recipe.seed + index)
     source = read_projections(model.checkpoint, index)
     rotated = _set_basis(layer, source, rotation_RR)
     keys_GHNW = None
@@ -218,33 +219,53 @@ def calibrate_without_text(
         yield LayerResult(index, rotated, spectrum(covariance_RR, rotation_RR), decode)
 
 
-def latent_covariance(layer: Any, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Second moment of the latent after RMSNorm without its weight, ``[R, R]`` float64 on the CPU.
+def latent_moments(layer: Any, hidden: Sequence[torch.Tensor]) -> LatentMoments:
+    """Sums over the latents of the text.
 
-    It is not centred: the mean of the latent is part of what a logit is made of.
+    Raises:
+        CheckpointError: the latent is not finite.
     """
-    attention = layer.self_attn
-    rank = attention.kv_lora_rank
-    total = torch.zeros(rank, rank, dtype=torch.float64)
-    tokens = 0
+    moments = LatentMoments(layer.self_attn.kv_lora_rank)
     for hidden_TE in hidden:
-        raw_TR = attention.kv_a_proj_with_mqa(layer.input_layernorm(hidden_TE))[:, :rank]
-        eps = attention.kv_a_layernorm.variance_epsilon
-        latent_TR = F.rms_norm(raw_TR.float(), (rank,), eps=eps).double()
-        total += (latent_TR.T @ latent_TR).cpu()
-        tokens += latent_TR.shape[0]
-    if not torch.isfinite(total).all():
+        moments.update(_normalised_latent(layer, hidden_TE))
+    if not torch.isfinite(moments.second()).all():
         raise CheckpointError(
             "the latent of the calibration text is not finite; try --compute-dtype float32, "
             "and check that weights and config.json belong together"
         )
-    return total / tokens
+    return moments
+
+
+def basis_moment(
+    model: LayeredModel,
+    layer: Any,
+    hidden: Sequence[torch.Tensor],
+    method: Method,
+    moments: LatentMoments,
+) -> torch.Tensor:
+    """The second moment ``[R, R]`` that a measured basis is chosen by."""
+    if method is Method.CENTERED:
+        return moments.centered()
+    if method not in (Method.ATTENDED, Method.QUERIES):
+        return moments.second()
+    read = AttentionMoments(Readers.of(layer.self_attn))
+    for hidden_TE, seen in zip(hidden, _seen(model, layer, hidden), strict=True):
+        read.update(_normalised_latent(layer, hidden_TE), seen)
+    return read.attended() if method is Method.ATTENDED else read.queries()
 
 
 def advance(model: LayeredModel, layer: nn.Module, hidden: HiddenStates) -> None:
     """Replace each hidden state by the layer's output."""
     for position, hidden_TE in enumerate(hidden):
         hidden[position] = run_layer(layer, hidden_TE, model.rotary(hidden_TE.shape[0]))
+
+
+def _normalised_latent(layer: Any, hidden_TE: torch.Tensor) -> torch.Tensor:
+    """The latent after RMSNorm without its weight, ``[T, R]`` float32."""
+    attention = layer.self_attn
+    rank, eps = attention.kv_lora_rank, attention.kv_a_layernorm.variance_epsilon
+    raw_TR = attention.kv_a_proj_with_mqa(layer.input_layernorm(hidden_TE))[:, :rank]
+    return F.rms_norm(raw_TR.float(), (rank,), eps=eps)
 
 
 def _seen(model: LayeredModel, layer: Any, hidden: Sequence[torch.Tensor]) -> Iterator[Projected]:

@@ -55,7 +55,9 @@ _Groups = Annotated[int, typer.Option(help="latent groups of decode")]
 _Basis = Annotated[Method, typer.Option("--method", help="basis of the latent")]
 _Calibration = Annotated[
     Path | None,
-    typer.Option(help='text file, or .jsonl with "text" or "messages"; pca and fit need one'),
+    typer.Option(
+        help='text file, or .jsonl with "text" or "messages"; a measured basis and fit need one'
+    ),
 ]
 _Scale = Annotated[
     LogitScale,

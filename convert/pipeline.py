@@ -74,7 +74,7 @@ class ConversionOptions:
             for each.
         method: basis of the latent.
         logit_scale: how logit scales are chosen.
-        calibration: text, needed by ``pca`` and ``fit``.
+        calibration: text, needed by ``fit`` and every basis that is measured.
         max_tokens: most calibration tokens.
         per_document: whether a calibration document begins a new sequence.
         context: tokens of a calibration sequence; None: 2048, or the model's own limit if lower.

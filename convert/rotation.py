@@ -1,6 +1,7 @@
-"""Orthogonal bases of the latent: PCA, randomised Hadamard, identity.
+"""Orthogonal bases of the latent: principal ones, randomised Hadamard, identity.
 
-A learned basis begins at PCA's, see :mod:`tpla.convert.learned_rotation`.
+Principal of which second moment: :mod:`tpla.convert.second_moments`. A learned basis begins at
+PCA's, see :mod:`tpla.convert.learned_rotation`.
 
 RMSNorm without a weight commutes with an orthogonal U (TPLA, Proposition 1), so any of these gives
 the same MLA model; they differ in how much a decode rank loses that sees one slice of the latent.
@@ -19,20 +20,28 @@ class Method(str, Enum):
     """How the basis is chosen."""
 
     PCA = "pca"
+    CENTERED = "centered"
+    ATTENDED = "attended"
+    QUERIES = "queries"
     HADAMARD = "hadamard"
     IDENTITY = "identity"
     LEARNED = "learned"
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the basis depends on calibration text."""
+        return self not in (Method.HADAMARD, Method.IDENTITY)
+
 
 def make_rotation(
-    method: Method, rank: int, covariance_RR: torch.Tensor | None, seed: int
+    method: Method, rank: int, moment_RR: torch.Tensor | None, seed: int
 ) -> torch.Tensor:
     """Basis of one layer, for LEARNED where it begins; column i is the direction of dim i.
 
     Args:
         method: which basis.
         rank: R.
-        covariance_RR: second moment of the normalised latent, needed by PCA and LEARNED.
+        moment_RR: second moment of the normalised latent that a measured basis is chosen by.
         seed: of the random signs of Hadamard.
 
     Returns:
@@ -42,19 +51,19 @@ def make_rotation(
         return torch.eye(rank, dtype=torch.float64)
     if method is Method.HADAMARD:
         return hadamard_rotation(rank, seed)
-    assert covariance_RR is not None, "PCA needs a covariance"
-    return pca_rotation(covariance_RR)
+    assert moment_RR is not None, f"{method.value} is measured"
+    return pca_rotation(moment_RR)
 
 
-def pca_rotation(covariance_RR: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of the (uncentred) covariance, largest eigenvalue first.
+def pca_rotation(moment_RR: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of a second moment, largest eigenvalue first.
 
     The sign of each is fixed by its largest element, so that the same text gives the same files.
 
     Returns:
         ``[R, R]`` float64.
     """
-    _, vectors_RR = torch.linalg.eigh(covariance_RR.double())
+    _, vectors_RR = torch.linalg.eigh(moment_RR.double())
     vectors_RR = vectors_RR.flip(1)
     largest = vectors_RR.abs().argmax(0, keepdim=True)
     signed_RR: torch.Tensor = vectors_RR * vectors_RR.gather(0, largest).sign()

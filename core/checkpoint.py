@@ -46,7 +46,8 @@ class Manifest:
 
     Attributes:
         plan: how decode divides the latent of each layer.
-        method: the rotation, ``pca``, ``learned``, ``hadamard`` or ``identity``.
+        method: how the rotation was chosen, ``pca``, ``centered``, ``attended``, ``queries``,
+            ``learned``, ``hadamard`` or ``identity``.
         logit_scale: how :attr:`logit_scales` were found, ``fit``, ``one`` or ``energy``.
         logit_scales: ``[layer][head][group]``, multiplies the part of a decode logit that comes
             from the group's own slice (the shared core's and the RoPE's parts are never scaled).
