@@ -1,4 +1,4 @@
-"""Decode's half of KV transfer: which rooms are awaited, from whom, and what has arrived.
+"""Decode's half of KV transfer: which rooms are awaited, from whom, and how they end.
 
 Threads: the engine calls :class:`DecodeReceiver`'s public methods; messages and ticks come on the
 link's thread; rows and the ends of rooms on the thread of the peer's inbox, which also verifies and
@@ -18,7 +18,6 @@ from typing import Any
 
 from tpla.core.config import TransferTimeouts
 from tpla.core.errors import (
-    ChecksumMismatch,
     LayoutMismatch,
     TransferAborted,
     TransferError,
@@ -39,7 +38,6 @@ from tpla.core.messages import (
     Reserve,
     Welcome,
 )
-from tpla.workers.transfer.digest import room_digest
 from tpla.workers.transfer.protocol import (
     ArrivedRows,
     Identity,
@@ -49,6 +47,7 @@ from tpla.workers.transfer.protocol import (
     Reservation,
     RoomEvents,
 )
+from tpla.workers.transfer.receiving_room import ReceivingRoom, damaged
 from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
@@ -72,26 +71,6 @@ class _Peer:
     waiting: list[tuple[int, Reserve]] = field(default_factory=list)
 
 
-@dataclass
-class _Room:
-    """One request. It begins as expected, is reserved, and ends done, failed or aborting.
-
-    ``storing`` are rows whose way into the pool was begun, in order.
-    """
-
-    endpoints: tuple[str, ...]
-    deadline: float
-    reservation: Reservation | None = None
-    digests: list[int] = field(default_factory=list)
-    storing: list[ArrivedRows] = field(default_factory=list)
-    pages_received: int = 0
-    closed: bool = False
-    done: bool = False
-    forgotten: bool = False
-    abort_error: TransferError | None = None
-    unacknowledged_aborts: set[str] = field(default_factory=set)
-
-
 class DecodeReceiver:
     """Implements :class:`~tpla.workers.transfer.protocol.KVReceiver` for one decode rank."""
 
@@ -112,7 +91,7 @@ class DecodeReceiver:
         self._events = events
         self._on_peer_lost = on_peer_lost
         self._lock = threading.RLock()
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, ReceivingRoom] = {}
         self._peers: dict[str, _Peer] = {}
         self._next_ping = 0.0
         self._ping_seconds = min(_LONGEST_PING_SECONDS, timeouts.push / 4)
@@ -148,7 +127,9 @@ class DecodeReceiver:
     def expect(self, room: int, endpoints: Sequence[str]) -> None:
         """The engine has a request for this room; keep prefill's lease on it alive."""
         with self._lock:
-            self._rooms[room] = _Room(tuple(endpoints), time.monotonic() + self._timeouts.handshake)
+            self._rooms[room] = ReceivingRoom(
+                tuple(endpoints), time.monotonic() + self._timeouts.handshake
+            )
 
     def reserve(self, room: int, reservation: Reservation) -> None:
         """Pages are allocated: ask for the rows."""
@@ -245,7 +226,7 @@ class DecodeReceiver:
             if peer not in self._peers:
                 return
             affected = self._forget_peer(peer)
-        self._fail_rooms(peer, affected)
+        self._tell_of_loss(peer, affected)
 
     def on_tick(self) -> None:
         """Ping, and end what took too long."""
@@ -307,9 +288,7 @@ class DecodeReceiver:
         logger.error("%s: %s", endpoint, error)
         rooms = self._forget_peer(endpoint)
         self._peers[endpoint] = _Peer(_PeerState.REFUSED, time.monotonic(), error)
-        for room in rooms:
-            self._give_up(room, error)
-        self._conclude_aborts()
+        self._fail_rooms(rooms, error)
 
     # ---- called by inboxes
 
@@ -319,15 +298,9 @@ class DecodeReceiver:
             state = self._rooms.get(chunk.room)
             if state is None or state.closed or state.reservation is None:
                 return
-            stop, tokens = chunk.page_start + chunk.pages, chunk.pages * self._sink.page_size
-            pages = state.reservation.pages[chunk.page_start : stop]
-            fits = (
-                rows.nbytes == tokens * self._sink.layout.token_bytes
-                and chunk.sequence == len(state.digests) + len(state.storing)
-                and len(pages) == chunk.pages
-            )
-            if not fits:
-                self._give_up(chunk.room, _damaged(chunk))
+            pages = state.pages_of(chunk, rows.nbytes, self._sink)
+            if pages is None:
+                self._give_up(chunk.room, damaged(chunk))
                 return
             state.storing.append(rows)
             place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
@@ -342,9 +315,9 @@ class DecodeReceiver:
                 if rows.intact():
                     self._account(state, chunk, rows)
                 else:
-                    self._give_up(chunk.room, _damaged(chunk))
+                    self._give_up(chunk.room, damaged(chunk))
 
-    def _account(self, state: _Room, chunk: Chunk, rows: ArrivedRows) -> None:
+    def _account(self, state: ReceivingRoom, chunk: Chunk, rows: ArrivedRows) -> None:
         state.digests.append(chunk.digest)
         state.pages_received += chunk.pages
         state.deadline = time.monotonic() + self._timeouts.push
@@ -356,14 +329,8 @@ class DecodeReceiver:
             state = self._rooms.get(done.room)
             if state is None or state.closed or state.reservation is None:
                 return False
-            complete = (
-                done.chunks == len(state.digests)
-                and done.pages == state.pages_received == len(state.reservation.pages)
-                and len(metadata) == self._identity.metadata_bytes
-                and done.digest == room_digest(done.room, state.digests, metadata)
-            )
-            if not complete:
-                self._give_up(done.room, _incomplete(done, state))
+            if not state.is_complete(done, metadata, self._identity.metadata_bytes):
+                self._give_up(done.room, state.incomplete(done))
                 return False
             state.closed = state.done = True
             state.deadline = float("inf")
@@ -379,7 +346,7 @@ class DecodeReceiver:
             self._link.disconnect(peer)
             affected = self._forget_peer(peer)
         logger.error("%s", error)
-        self._fail_rooms(peer, affected)
+        self._tell_of_loss(peer, affected)
 
     # ---- ends
 
@@ -390,15 +357,18 @@ class DecodeReceiver:
             state.unacknowledged_aborts.discard(peer)
         return [room for room, state in self._rooms.items() if peer in state.endpoints]
 
-    def _fail_rooms(self, peer: str, rooms: list[int]) -> None:
+    def _tell_of_loss(self, peer: str, rooms: list[int]) -> None:
         """Fail a lost rank's rooms.
 
         Not under the lock: the engine calls this class under one that ``on_peer_lost`` takes.
         """
         logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(rooms))
         self._on_peer_lost(peer)
+        self._fail_rooms(rooms, TransferError(f"prefill rank {peer} is gone"))
+
+    def _fail_rooms(self, rooms: list[int], error: TransferError) -> None:
         for room in rooms:
-            self._give_up(room, TransferError(f"prefill rank {peer} is gone"))
+            self._give_up(room, error)
         with self._lock:
             self._conclude_aborts()
 
@@ -493,19 +463,3 @@ def _close_inbox(peer: _Peer) -> None:
     if peer.inbox is not None:
         peer.inbox.close()
         peer.inbox = None
-
-
-def _damaged(chunk: Chunk) -> ChecksumMismatch:
-    pages = f"{chunk.page_start}-{chunk.page_start + chunk.pages - 1}"
-    return ChecksumMismatch(
-        f"room {chunk.room}, chunk {chunk.sequence}, pages {pages}: "
-        "the rows that arrived are not those that were sent; the request must be repeated"
-    )
-
-
-def _incomplete(done: Done, state: _Room) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        f"room {done.room}: {len(state.digests)} chunks with {state.pages_received} pages "
-        f"arrived, prefill sent {done.chunks} with {done.pages}, or the digest differs; "
-        "the request must be repeated"
-    )

@@ -192,11 +192,11 @@ class PrefillSender:
         """A decode rank is gone: its rooms fail."""
         with self._lock:
             pusher = self._pushers.pop(peer, None)
+            if pusher is None:
+                return
             affected = [room for room, state in self._rooms.items() if peer in state.peers]
             for room in affected:
                 del self._rooms[room].peers[peer]  # it cannot be told
-        if pusher is None:
-            return
         pusher.stop()
         logger.warning("decode rank %s is gone, %d rooms fail", peer, len(affected))
         for room in affected:
