@@ -21,7 +21,7 @@ from enum import Enum
 
 import torch
 
-from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE
+from tpla.convert.logit_scale import sampled_queries
 from tpla.convert.sliced_attention import (
     CoreValues,
     Projected,
@@ -91,9 +91,8 @@ class ValueStatistics:
     ) -> None:
         """Add one sequence, whose latents are in the rotated basis, read with decode's keys."""
         tokens = seen.latent_TR.shape[0]
-        samples = min(tokens, QUERIES_PER_SEQUENCE)
-        positions = torch.linspace(0, tokens - 1, samples, device=w_uk_HNR.device).round().long()
-        held_out = torch.arange(samples, device=positions.device) % _FOLDS == _FOLDS - 1
+        positions = sampled_queries(tokens, w_uk_HNR.device)
+        held_out = torch.arange(len(positions), device=positions.device) % _FOLDS == _FOLDS - 1
         for fold, chosen in enumerate((positions[~held_out], positions[held_out])):
             for block in query_blocks(w_uk_HNR.shape[0] * 3, len(chosen), tokens):
                 features_HQD, output_HQV = self._read(

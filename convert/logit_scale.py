@@ -62,10 +62,10 @@ class LogitStatistics:
     def update(self, seen: Projected, w_uk_HNR: torch.Tensor, scaling: float) -> None:
         """Add one sequence, whose latents are in the rotated basis."""
         tokens = seen.latent_TR.shape[0]
-        samples = min(tokens, QUERIES_PER_SEQUENCE)
-        positions = torch.linspace(0, tokens - 1, samples, device=w_uk_HNR.device).round().long()
-        for block in query_blocks(w_uk_HNR.shape[0] * (self.plan.groups + 3), samples, tokens):
-            self._add(seen, w_uk_HNR, scaling, positions[block])
+        positions_Q = sampled_queries(tokens, w_uk_HNR.device)
+        heads = w_uk_HNR.shape[0] * (self.plan.groups + 3)
+        for block in query_blocks(heads, len(positions_Q), tokens):
+            self._add(seen, w_uk_HNR, scaling, positions_Q[block])
 
     def _add(
         self, seen: Projected, w_uk_HNR: torch.Tensor, scaling: float, positions_Q: torch.Tensor
@@ -101,6 +101,12 @@ class LogitStatistics:
     def error(self, scales_HG: torch.Tensor) -> torch.Tensor:
         """Weighted squared error ``[H, G]`` that ``scales_HG`` leave; ``fit`` minimises it."""
         return self.target - 2 * scales_HG * self.cross + scales_HG**2 * self.square
+
+
+def sampled_queries(tokens: int, device: torch.device) -> torch.Tensor:
+    """Positions ``[Q]`` in a sequence of ``tokens`` whose queries statistics are taken from."""
+    samples = min(tokens, QUERIES_PER_SEQUENCE)
+    return torch.linspace(0, tokens - 1, samples, device=device).round().long()
 
 
 def weight_covariance(

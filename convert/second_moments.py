@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE
+from tpla.convert.logit_scale import sampled_queries
 from tpla.convert.sliced_attention import Projected, mask_future, query_blocks, up_projections
 
 
@@ -111,11 +111,10 @@ class AttentionMoments:
         # A covariance is the small difference of large sums: nothing narrower than float32.
         seen = Projected(*(part.float() for part in seen))
         tokens, heads = latent_TR.shape[0], seen.q_nope_HTN.shape[0]
-        samples = min(tokens, QUERIES_PER_SEQUENCE)
-        positions = torch.linspace(0, tokens - 1, samples, device=latent_TR.device).round().long()
-        for block in query_blocks(3 * heads, samples, tokens):
-            self._add(latent_TR, seen, positions[block])
-        self._samples += heads * samples
+        positions_Q = sampled_queries(tokens, latent_TR.device)
+        for block in query_blocks(3 * heads, len(positions_Q), tokens):
+            self._add(latent_TR, seen, positions_Q[block])
+        self._samples += heads * len(positions_Q)
 
     def attended(self) -> torch.Tensor:
         """Mean covariance of c under a query's attention, ``[R, R]`` on the CPU."""
