@@ -66,7 +66,7 @@ def wire_stage(
         pipe.send(store.port)
     else:
         store = join_store("127.0.0.1", pipe.recv(), _PATIENCE_SECONDS)
-    group = join_group(backend, store, rank, device, _PATIENCE_SECONDS)
+    group = join_group(backend, store, rank, device, _PATIENCE_SECONDS, _PATIENCE_SECONDS)
     chunk_B = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     begin = group.send if rank == PREFILL_RANK else group.recv
     for _ in range(group.lanes):

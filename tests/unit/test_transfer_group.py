@@ -26,7 +26,13 @@ from tests.unit.group_peers import (
 )
 from tests.unit.transfer_pair import METADATA, Pair, eventually
 from tpla.core.config import FaultPlan
-from tpla.core.errors import ChecksumMismatch, LayoutMismatch, TransferAborted, TransferTimeout
+from tpla.core.errors import (
+    ChecksumMismatch,
+    LayoutMismatch,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
 from tpla.core.messages import Abort, Ack, Chunk, Credit, Done, Dropped, Reserve
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_channel import PairChannel
@@ -285,16 +291,37 @@ def test_a_pair_whose_group_never_met_greets_anew(
     assert migrate(prefill, decode, ROOM + 1)
 
 
+def test_waiting_for_a_decode_rank_that_never_comes_ends_when_it_is_told_to(
+    closing: Closing,
+) -> None:
+    prefill = closing(Prefill(CACHE))
+    plane = group_plane.GroupSendingPlane(prefill.source, "gloo", PATIENCE)
+    outbox = closing(plane.outbox("d", CACHE.layout, prefill.sender))
+    ended: list[TransferError] = []
+
+    def connect() -> None:
+        with pytest.raises(TransferError) as info:
+            outbox.connect()
+        ended.append(info.value)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    assert not eventually(lambda: ended, 0.5)
+    outbox.cancel()
+    assert seconds_until(lambda: ended, PATIENCE.handshake / 2) < PATIENCE.handshake / 2
+    thread.join()
+
+
 def test_tensors_of_a_group_arrive_in_the_order_of_the_calls() -> None:
     store = host_store(5)
     joined: list[Any] = []
 
     def join() -> None:
-        joined.append(join_group("gloo", join_store("127.0.0.1", store.port, 5), 1, CPU, 5))
+        joined.append(join_group("gloo", join_store("127.0.0.1", store.port, 5), 1, CPU, 5, 5))
 
     thread = threading.Thread(target=join)
     thread.start()
-    prefill = join_group("gloo", store, 0, CPU, 5)
+    prefill = join_group("gloo", store, 0, CPU, 5, 5)
     thread.join()
     sent = [torch.full((1000 + size,), size, dtype=torch.uint8) for size in range(1, 9)]
     got = [torch.zeros_like(tensor) for tensor in sent]

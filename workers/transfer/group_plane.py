@@ -32,7 +32,7 @@ from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Ack, Chunk, Credit, Done, Message
 from tpla.workers.transfer.chunk_rows import StagedRows
 from tpla.workers.transfer.digest import Place, place_digest
-from tpla.workers.transfer.pair_channel import PairChannel, accept, dial, listen
+from tpla.workers.transfer.pair_channel import PairChannel, accept, dial, listen, refuse
 from tpla.workers.transfer.pair_group import (
     DECODE_RANK,
     PREFILL_RANK,
@@ -74,6 +74,7 @@ _HURRY_SECONDS = 500e-6
 _GREETING_WORDS = 1
 _CHANNEL_KEY = "channel"
 _JOIN_SECONDS = 5.0
+_LEAST_SECONDS = 0.1
 
 
 class GroupSendingPlane:
@@ -122,18 +123,25 @@ class GroupOutbox:
         self._next = 0
 
     def connect(self) -> None:
-        """As the protocol's; NCCL connects at a lane's first operation, so that is done here."""
+        """As the protocol's; NCCL connects at a lane's first operation, so that is done here.
+
+        A rank that is not there is waited for by the channel, which can be told to stop.
+        """
         device, patience = self._source.device, self._timeouts.handshake
-        self._group = join_group(self._backend, self._store, PREFILL_RANK, device, patience)
+        deadline = time.monotonic() + patience
+        self._channel = accept(self._listener, patience, self._timeouts.push)
+        self._reader.start()
+        self._group = join_group(
+            self._backend, self._store, PREFILL_RANK, device, _left(deadline), patience
+        )
         size = max(self.chunk_bytes, self._page_bytes)
         self._buffers = [
             _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
         ]
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
-            _wait(self._group.send(greeting), patience, self._cancelled, f"{self._peer} to join")
-        self._channel = accept(self._listener, patience, self._timeouts.push)
-        self._reader.start()
+            pending = self._group.send(greeting)
+            _wait(pending, _left(deadline), self._cancelled, f"{self._peer} to join")
 
     def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the protocol's; waits until the chunk before in the same buffer is sent."""
@@ -161,6 +169,7 @@ class GroupOutbox:
     def cancel(self) -> None:
         """As the protocol's."""
         self._cancelled.set()
+        refuse(self._listener)
         if self._channel is not None:
             self._channel.shut()
 
@@ -266,15 +275,19 @@ class GroupInbox:
 
     def _connect(self) -> None:
         device, patience = self._sink.device, self._timeouts.handshake
-        host = urlsplit(self._peer).hostname or ""
+        host, deadline = urlsplit(self._peer).hostname or "", time.monotonic() + patience
         store = join_store(host, self._port, patience)
-        self._channel = dial(host, int(store.get(_CHANNEL_KEY)), patience, self._timeouts.push)
-        self._group = join_group(self._backend, store, DECODE_RANK, device, patience)
+        port = int(store.get(_CHANNEL_KEY))
+        self._channel = dial(host, port, _left(deadline), self._timeouts.push)
+        self._group = join_group(
+            self._backend, store, DECODE_RANK, device, _left(deadline), patience
+        )
         size = max(CHUNK_BYTES, self._page_bytes)
         self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
-            _wait(self._group.recv(greeting), patience, self._cancelled, f"{self._peer} to join")
+            pending = self._group.recv(greeting)
+            _wait(pending, _left(deadline), self._cancelled, f"{self._peer} to join")
 
     def _turn(self) -> None:
         """Go on with whatever can go on, else wait for a message or a moment."""
@@ -376,6 +389,11 @@ class _Arrival:
     staging: IncomingStaging
     pending: Pending
     deadline: float
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then, and never none: what takes no time may still be done."""
+    return max(deadline - time.monotonic(), _LEAST_SECONDS)
 
 
 def _wait(pending: Pending, timeout: float, cancelled: threading.Event, what: str) -> None:

@@ -104,7 +104,7 @@ def accept(listener: socket.socket, handshake: float, timeout: float) -> PairCha
     """The decode rank that dials within ``handshake`` seconds; ``timeout`` is the channel's.
 
     Raises:
-        TransferError: none did.
+        TransferError: none did, or :func:`refuse` was called.
     """
     listener.settimeout(handshake)
     try:
@@ -112,6 +112,12 @@ def accept(listener: socket.socket, handshake: float, timeout: float) -> PairCha
     except OSError as error:
         raise TransferError(f"the decode rank did not dial: {error}") from error
     return PairChannel(connection, timeout)
+
+
+def refuse(listener: socket.socket) -> None:
+    """End :func:`accept`, which raises; from any thread."""
+    with contextlib.suppress(OSError):  # it is closed
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def dial(host: str, port: int, handshake: float, timeout: float) -> PairChannel:

@@ -22,6 +22,9 @@ _LOOPBACK = "127.0.0.1"
 _NCCL_PATIENCE = timedelta(days=1)
 """Of torch's watchdog, which ends the whole process; our own time-outs come long before."""
 
+_GLOO_WAITS = 6
+"""Gloo waits one time-out for the other rank's address and five for its connection."""
+
 
 class Pending(Protocol):
     """A send or receive under way."""
@@ -78,17 +81,27 @@ def join_store(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def join_group(
-    backend: str, store: TCPStore, rank: int, device: torch.device, timeout: float
+    backend: str, store: TCPStore, rank: int, device: torch.device, left: float, timeout: float
 ) -> PairGroup:
     """Make the group of ``backend``, ``nccl`` for CUDA devices or ``gloo`` for the CPU.
 
+    Nothing can end this but the other rank and the time: call it when that rank is known to join.
+
+    Args:
+        backend: as above.
+        store: where both ranks meet.
+        rank: one's own.
+        device: that tensors will lie on.
+        left: seconds for the other rank to join; gloo's only, NCCL joins at the first operation.
+        timeout: seconds for one operation; gloo's only, NCCL's can be asked and aborted.
+
     Raises:
-        TransferError: the other rank did not come within ``timeout`` seconds.
+        TransferError: the other rank did not join.
     """
     try:
         if backend == "nccl":
             return NcclGroup(store, rank, device)
-        return GlooGroup(store, rank, timeout)
+        return GlooGroup(store, rank, left, timeout)
     except RuntimeError as error:
         raise TransferError(f"no {backend} group with the other rank: {error}") from error
 
@@ -167,9 +180,9 @@ class GlooGroup:
 
     lanes = 1
 
-    def __init__(self, store: TCPStore, rank: int, timeout: float) -> None:
+    def __init__(self, store: TCPStore, rank: int, left: float, timeout: float) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = timedelta(seconds=left / _GLOO_WAITS)
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         self._other = 1 - rank
         self._timeout = timedelta(seconds=timeout)
