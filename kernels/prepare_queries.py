@@ -6,7 +6,8 @@ Absorption into the latent, RoPE, quantisation per (token, head) and scale domai
     s_q      = amax |q_latent| / 448
     stored:  q_latent / s_q in FP8, R(position) q_rope / s_q in BF16, s_q
 
-One program holds one head and a block of tokens, so that a head's projection is read once.
+One program holds one head's projection and takes one block of tokens, or, where there are many,
+several: then it reads the queries of a block while it works on another.
 
 Source: MLA, absorbed decoding; SnapMLA, fused query quantisation.
 
@@ -15,6 +16,8 @@ D RoPE dims, P positions.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -26,6 +29,9 @@ from tpla.kernels.latent_rows import to_fp8, token_scale
 from tpla.kernels.rotary import rotate
 
 _FLOATS = (torch.bfloat16, torch.float32)
+
+_LEAST_BLOCKS = 4
+"""With fewer, programs of one block, two or three to a processor, were faster on an H200."""
 
 
 @triton.jit
@@ -47,6 +53,7 @@ def _prepare_kernel(
     rope_out_ptr,
     tokens,
     heads,
+    blocks,
     NOPE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
@@ -58,25 +65,64 @@ def _prepare_kernel(
     STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * blocks * BLOCK_T
+    head64 = head.to(tl.int64)
+    nope = nope_ptr + head64 * nope_stride_h
+    rope = rope_ptr + head64 * rope_stride_h
+    dims = tl.arange(0, BLOCK_L)
+    weight = weight_ptr + head64 * weight_stride_h + dims.to(tl.int64)[None, :] * weight_stride_l
+    if NOPE <= BLOCK_N:
+        w = _load_weight(weight, weight_stride_n, 0, NOPE, WIDTH, BLOCK_N, BLOCK_L)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            token = first + block * BLOCK_T + tl.arange(0, BLOCK_T)
+            q = _load_nope(nope, nope_stride_t, token, tokens, 0, NOPE, BLOCK_N)
+            acc = tl.dot(q, w, input_precision="ieee")
+            _store(
+                acc, token, head, rope, rope_stride_t, position_ptr, cos_sin_ptr, out_ptr,
+                scale_ptr, rope_out_ptr, tokens, heads, WIDTH, ROPE, INTERLEAVED, QUANTIZED,
+                BLOCK_L,
+            )  # fmt: skip
+    else:
+        token = first + tl.arange(0, BLOCK_T)
+        acc = tl.zeros([BLOCK_T, BLOCK_L], tl.float32)
+        for start in tl.range(0, NOPE, BLOCK_N, num_stages=STAGES):
+            q = _load_nope(nope, nope_stride_t, token, tokens, start, NOPE, BLOCK_N)
+            w = _load_weight(weight, weight_stride_n, start, NOPE, WIDTH, BLOCK_N, BLOCK_L)
+            acc = tl.dot(q, w, acc, input_precision="ieee")
+        _store(
+            acc, token, head, rope, rope_stride_t, position_ptr, cos_sin_ptr, out_ptr, scale_ptr,
+            rope_out_ptr, tokens, heads, WIDTH, ROPE, INTERLEAVED, QUANTIZED, BLOCK_L,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_nope(nope, stride_t, token, tokens, start, NOPE: tl.constexpr, BLOCK_N: tl.constexpr):
+    n = start + tl.arange(0, BLOCK_N)
+    at = token.to(tl.int64)[:, None] * stride_t + n[None, :]
+    return tl.load(nope + at, mask=(token < tokens)[:, None] & (n < NOPE)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_weight(
+    weight, stride_n, start, NOPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    mask = (n < NOPE)[:, None] & (tl.arange(0, BLOCK_L) < WIDTH)[None, :]
+    return tl.load(weight + n.to(tl.int64)[:, None] * stride_n, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(
+    acc, token, head, rope_ptr, rope_stride_t, position_ptr, cos_sin_ptr, out_ptr, scale_ptr,
+    rope_out_ptr, tokens, heads, WIDTH: tl.constexpr, ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of absorbed queries, rotate its RoPE part, write both."""
     ok = token < tokens
     dims = tl.arange(0, BLOCK_L)
     rope_dims = tl.arange(0, ROPE)
-    token64 = token.to(tl.int64)[:, None]
-    head64 = head.to(tl.int64)
-    nope = nope_ptr + token64 * nope_stride_t + head64 * nope_stride_h
-    weight = weight_ptr + head64 * weight_stride_h + dims.to(tl.int64)[None, :] * weight_stride_l
-    acc = tl.zeros([BLOCK_T, BLOCK_L], tl.float32)
-    for start in tl.range(0, NOPE, BLOCK_N, num_stages=STAGES):
-        n = start + tl.arange(0, BLOCK_N)
-        q = tl.load(nope + n[None, :], mask=ok[:, None] & (n < NOPE)[None, :], other=0.0)
-        w = tl.load(
-            weight + n.to(tl.int64)[:, None] * weight_stride_n,
-            mask=(n < NOPE)[:, None] & (dims < WIDTH)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(q, w, acc, input_precision="ieee")
-    rope_at = token64 * rope_stride_t + head64 * rope_stride_h + rope_dims[None, :]
+    rope_at = token.to(tl.int64)[:, None] * rope_stride_t + rope_dims[None, :]
     rope = tl.load(rope_ptr + rope_at, mask=ok[:, None], other=0.0).to(tl.float32)
     rope = rotate(rope, token, ok, position_ptr, cos_sin_ptr, ROPE, INTERLEAVED)
     row = token.to(tl.int64) * heads + head
@@ -135,7 +181,9 @@ def prepare_queries(
     block_t = 16 if exact else min(max(triton.next_power_of_2(max(tokens, 1)), 16), 64)
     most = 16 if exact else 128 if block_l <= 256 else 64
     block_n = min(max(triton.next_power_of_2(nope), 16), most)
-    _prepare_kernel[(heads, triton.cdiv(tokens, block_t))](
+    whole = nope <= block_n
+    blocks = _blocks(tokens, block_t, heads, q_nope_THN.device) if whole else 1
+    _prepare_kernel[(heads, triton.cdiv(tokens, blocks * block_t))](
         q_nope_THN,
         q_nope_THN.stride(0),
         q_nope_THN.stride(1),
@@ -153,6 +201,7 @@ def prepare_queries(
         q_rope_out_THD,
         tokens,
         heads,
+        blocks,
         NOPE=nope,
         WIDTH=width,
         ROPE=rope,
@@ -161,9 +210,23 @@ def prepare_queries(
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_L=block_l,
-        STAGES=1 if nope <= block_n else 2,
+        STAGES=2 if not whole else 3 if blocks > 1 else 1,
         num_warps=8 if block_l > 128 else 4,
     )
+
+
+def _blocks(tokens: int, block_t: int, heads: int, device: torch.device) -> int:
+    """Blocks of tokens that one program takes: as many as leave no processor a second program."""
+    total = triton.cdiv(tokens, block_t)
+    blocks = triton.cdiv(total * heads, _processors(device))
+    return min(blocks, total) if blocks >= _LEAST_BLOCKS else 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check(

@@ -45,9 +45,11 @@ def pages(count: int, **changes: object) -> PageCase:
 
 
 QUERIES = [
-    *[queries(tokens) for tokens in (1, 16, 31, 64, 65, 512)],
+    *[queries(tokens) for tokens in (1, 16, 31, 64, 65, 257, 512, 2048)],
     *[queries(64, heads) for heads in (1, 10, 16, 64)],
     *[queries(64, width=width) for width in (64, 264, 272, 512)],
+    queries(512, 64),
+    queries(300, width=224),
     queries(64, quantized=False),
     queries(64, 16, width=512, quantized=False),
     queries(64, rotated=False),

@@ -44,6 +44,8 @@ QUERIES = [
     QueryCase(1, heads=1, width=512, rope=64, nope=128),
     QueryCase(17, width=264, nope=48),
     QueryCase(70, heads=1),
+    QueryCase(200, heads=2),
+    QueryCase(321, heads=1, quantized=False),
     QueryCase(5, width=272, quantized=False),
     QueryCase(5, interleaved=False),
     QueryCase(5, rotated=False),
