@@ -5,6 +5,9 @@ So every token that a worker chose must lie within ``TOLERANCE`` of the best log
 reference finds at that place, and all but a few must be the best; a wrong slice, scale, page or
 rotation is off by several units at once.
 
+With block-FP8 weights, as DeepSeek-V3's, SGLang rounds what a projection multiplies to FP8, too;
+the reference has the weights that such a checkpoint says, and exact products.
+
 Where P V is in FP8, the reference rounds its weights, too. BF16 may round some of them otherwise;
 where none are rounded, the two best tokens of these prompts move apart by at most 0.8, and they are
 5.6 apart at the least.
@@ -12,6 +15,7 @@ where none are rounded, the two best tokens of these prompts move apart by at mo
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,7 @@ from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
 from tests.e2e.independent_reference import Reference
 from tests.e2e.prompts import STOP, chat_prompts
 from tests.e2e.servers import Worker, ask, idle
+from tests.unit.checkpoints import dequantized, quantize_checkpoint
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +49,9 @@ PREFILL_FLAGS = (
     *("--chunked-prefill-size", "256"),
 )
 
+# Else SGLang compiles DeepGEMM's kernels for every batch size before it serves, for minutes.
+BLOCK_FP8_FLAGS = ("--fp8-gemm-backend", "triton")
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -57,11 +65,12 @@ class Decode:
     transfer: str = "zmq"
     first_gpu: int = 0
     extra: tuple[str, ...] = ()
+    block_fp8: bool = False
 
     def __str__(self) -> str:
         core = "" if self.core == "0" else f"-core{self.core.replace(',', '-')}"
         kind = f"{self.mode}-g{self.groups}{core}-{self.kv_format}-tp{self.tp}-{self.transfer}"
-        return kind + "".join(self.extra)
+        return kind + "".join(self.extra) + ("-block-fp8-weights" if self.block_fp8 else "")
 
     @property
     def gpus(self) -> int:
@@ -78,6 +87,8 @@ DECODES = (
     Decode("tpla", 2, "32", "fp8", 2, extra=("--no-scatter-output",)),
     Decode("tpla", 2, "0,0,0,32,64,96", "fp8", 2),
     Decode("tpla", 2, "0", "fp8", 2, extra=PV_FP8),
+    Decode("mla", 1, "0", "bf16", 1, block_fp8=True),
+    Decode("tpla", 2, "32", "fp8", 2, block_fp8=True),
     Decode("tpla", 4, "32", "fp8", 4),
     # A GPU cannot be two peers of one NCCL group, so prefill has one of its own.
     Decode("snapmla", 1, "0", "fp8", 1, "nccl", first_gpu=1),
@@ -87,16 +98,26 @@ DECODES = (
 
 @dataclass
 class Started:
-    prefill: Worker
+    prefills: dict[bool, Worker]  # by whether the weights are block FP8
     decodes: dict[Decode, Worker]
     models: dict[Decode, Path]
     failed: list[str]
+
+
+@pytest.fixture(scope="session")
+def block_fp8_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in DeepSeek-V3's weight format."""
+    folder = tmp_path_factory.mktemp("source") / "block_fp8"
+    shutil.copytree(REFERENCE_MODEL, folder)
+    quantize_checkpoint(folder, 128, 128, activation_scheme="dynamic")
+    return folder
 
 
 @pytest.fixture(scope="module", params=["zmq", "nccl"])
 def fleet(
     request: pytest.FixtureRequest,
     conversions: Conversions,
+    block_fp8_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Started]:
     names = request.config.getoption("--decodes", default="").split(",")
@@ -104,20 +125,34 @@ def fleet(
     wanted = [d for d in asked if d.transfer == request.param and d.gpus <= GPUS]
     if not wanted:
         pytest.skip(f"no decode worker over {request.param} was asked for that {GPUS} GPUs hold")
-    models = {d: conversions.of(REFERENCE_MODEL, max(d.groups, 2), d.core) for d in wanted}
+    source = {False: REFERENCE_MODEL, True: block_fp8_model}
+    models = {
+        d: conversions.of(source[d.block_fp8], max(d.groups, 2), d.core, quantized=d.block_fp8)
+        for d in wanted
+    }
     transfer = ("--transfer", request.param)
     with worker_set(tmp_path_factory.mktemp("logs")) as start:
-        prefill = start("prefill", next(iter(models.values())), *FLAGS, *PREFILL_FLAGS, *transfer)
+        prefills = {
+            kind: start("prefill", model, *FLAGS, *PREFILL_FLAGS, *transfer, *flags_of(kind))
+            for kind, model in {d.block_fp8: model for d, model in models.items()}.items()
+        }
         decodes = {}
         for decode, model in models.items():
             kind = ("--mode", decode.mode, "--kv-format", decode.kv_format, *decode.extra)
             place = ("--tp-size", str(decode.tp), "--base-gpu-id", str(decode.first_gpu))
-            decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *transfer)
-        prefill.wait()
+            more = (*transfer, *flags_of(decode.block_fp8))
+            decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *more)
+        for prefill in prefills.values():
+            prefill.wait()
         # The others are judged even where one does not start: a GPU's time is dear.
         failed = [reason for d, worker in decodes.items() if (reason := not_serving(d, worker))]
         serving = {d: worker for d, worker in decodes.items() if worker.process.poll() is None}
-        yield Started(prefill, serving, models, failed)
+        yield Started(prefills, serving, models, failed)
+
+
+def flags_of(block_fp8: bool) -> tuple[str, ...]:
+    """What a worker needs for its weights."""
+    return BLOCK_FP8_FLAGS if block_fp8 else ()
 
 
 def not_serving(decode: Decode, worker: Worker) -> str:
@@ -134,10 +169,13 @@ def test_tokens_are_the_references_choice(fleet: Started) -> None:
     wrong = []
     for decode, worker in fleet.decodes.items():
         pv_format = "fp8" if decode.extra == PV_FP8 else "fp16"
-        reference = Reference(fleet.models[decode], decode.kv_format, decode.groups > 1, pv_format)
+        model = fleet.models[decode]
+        if decode.block_fp8:
+            model = dequantized(model)
+        reference = Reference(model, decode.kv_format, decode.groups > 1, pv_format)
         gaps: list[float] = []
         for prompt in chat_prompts(PROMPTS):
-            ids = ask(fleet.prefill, worker, prompt, TOKENS).ids
+            ids = ask(fleet.prefills[decode.block_fp8], worker, prompt, TOKENS).ids
             gaps += reference.gaps(prompt, ids)
             assert len(ids) == TOKENS or ids[-1] == STOP
         other = sum(gap > 0 for gap in gaps)
@@ -148,7 +186,8 @@ def test_tokens_are_the_references_choice(fleet: Started) -> None:
 
 
 def test_nothing_is_held_when_idle(fleet: Started) -> None:
-    for worker in fleet.decodes.values():
-        ask(fleet.prefill, worker, chat_prompts(1)[0], 2)
+    for decode, worker in fleet.decodes.items():
+        ask(fleet.prefills[decode.block_fp8], worker, chat_prompts(1)[0], 2)
         idle(worker)
-    idle(fleet.prefill)
+    for prefill in fleet.prefills.values():
+        idle(prefill)

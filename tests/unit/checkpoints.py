@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,28 @@ def quantize_checkpoint(directory: Path, rows: int = 32, columns: int = 32, **ex
             **extra,
         },
     )
+
+
+def dequantized(directory: Path) -> Path:
+    """A copy of a block-FP8 checkpoint in float32, which HuggingFace's classes load anywhere."""
+    copy = directory.with_name(f"{directory.name}-float32")
+    if copy.exists():
+        return copy
+    shutil.copytree(directory, copy)
+    block = BlockFP8.from_config(json.loads((copy / "config.json").read_text()))
+    assert block is not None
+    for path in copy.glob("*.safetensors"):
+        tensors = load_file(path)
+        plain = {
+            name: block.dequantize(tensor, tensors[name + SCALE_SUFFIX])
+            if name + SCALE_SUFFIX in tensors
+            else tensor.float()
+            for name, tensor in tensors.items()
+            if not name.endswith(SCALE_SUFFIX)
+        }
+        save_file(plain, path, metadata={"format": "pt"})
+    edit_config(copy, quantization_config=None, dtype="float32")
+    return copy
 
 
 def edit_config(directory: Path, **fields: Any) -> None:
