@@ -30,7 +30,7 @@ from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
 from tests.e2e.independent_reference import Reference
 from tests.e2e.prompts import STOP, chat_prompts
 from tests.e2e.servers import Worker, ask, idle
-from tests.unit.checkpoints import dequantized, quantize_checkpoint
+from tests.unit.checkpoints import dequantized, edit_config, quantize_checkpoint
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +110,7 @@ def block_fp8_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "block_fp8"
     shutil.copytree(REFERENCE_MODEL, folder)
     quantize_checkpoint(folder, 128, 128, activation_scheme="dynamic")
+    edit_config(folder, moe_intermediate_size=256)  # no layer has experts; SGLang asks anyway
     return folder
 
 
@@ -142,11 +143,12 @@ def fleet(
             place = ("--tp-size", str(decode.tp), "--base-gpu-id", str(decode.first_gpu))
             more = (*transfer, *flags_of(decode.block_fp8))
             decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *more)
-        for prefill in prefills.values():
-            prefill.wait()
         # The others are judged even where one does not start: a GPU's time is dear.
-        failed = [reason for d, worker in decodes.items() if (reason := not_serving(d, worker))]
-        serving = {d: worker for d, worker in decodes.items() if worker.process.poll() is None}
+        started = [(f"prefill, block FP8 {kind}", worker) for kind, worker in prefills.items()]
+        started += [(str(decode), worker) for decode, worker in decodes.items()]
+        failed = [reason for name, worker in started if (reason := not_serving(name, worker))]
+        prefills = {kind: worker for kind, worker in prefills.items() if runs(worker)}
+        serving = {d: w for d, w in decodes.items() if runs(w) and d.block_fp8 in prefills}
         yield Started(prefills, serving, models, failed)
 
 
@@ -155,13 +157,17 @@ def flags_of(block_fp8: bool) -> tuple[str, ...]:
     return BLOCK_FP8_FLAGS if block_fp8 else ()
 
 
-def not_serving(decode: Decode, worker: Worker) -> str:
+def runs(worker: Worker) -> bool:
+    return worker.process.poll() is None
+
+
+def not_serving(name: str, worker: Worker) -> str:
     """Why the worker did not start, with the end of its log; empty where it serves."""
     try:
         worker.wait()
     except AssertionError as error:
         worker.kill()
-        return f"{decode} did not start: {error}"
+        return f"{name} did not start: {error}"
     return ""
 
 
