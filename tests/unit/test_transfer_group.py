@@ -33,10 +33,12 @@ from tpla.core.errors import (
     TransferError,
     TransferTimeout,
 )
-from tpla.core.messages import Abort, Ack, Chunk, Credit, Done, Dropped, Reserve
+from tpla.core.messages import Abort, Ack, Chunk, Credit, Done, Dropped, Hello, Reserve
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_channel import PairChannel
 from tpla.workers.transfer.pair_group import host_store, join_group, join_store
+from tpla.workers.transfer.pusher import Pusher
+from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
@@ -82,6 +84,16 @@ def migrate(prefill: Prefill, decode: Decode, room: int) -> bool:
     prefill.push(room, SOURCE)
     assert eventually(lambda: room in prefill.events.done and room in decode.events.done)
     return decode.holds(TARGET, prefill.rows(SOURCE, decode.pool.layout))
+
+
+class Unheard:
+    """Of an outbox to which nobody answers."""
+
+    def on_answer(self, message: Any) -> None:
+        raise AssertionError(f"nobody said {message}")
+
+    def on_gone(self) -> None:
+        raise AssertionError("nobody was there")
 
 
 def breaks(*arguments: Any) -> Any:
@@ -262,6 +274,33 @@ def test_a_room_that_is_reserved_when_a_lost_ones_end_is_known_is_served(
     assert decode.holds(TARGET, prefill.rows(SOURCE, CACHE.layout))
 
 
+def test_word_from_an_old_connection_of_a_rank_that_greeted_anew_is_not_heard(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    hears = PrefillSender.on_message
+
+    def remembers(sender: PrefillSender, peer: str, message: Any, payload: Any) -> None:
+        said.append(message)
+        hears(sender, peer, message, payload)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefillSender, "on_message", remembers)
+        assert migrate(closing(Prefill(CACHE)), closing(Decode(CACHE)), ROOM)
+    hello = next(message for message in said if isinstance(message, Hello))
+    monkeypatch.setattr(ZmqServerLink, "send", lambda *arguments: None)  # nobody is there
+    sender = closing(Prefill(CACHE)).sender
+    made: list[Pusher] = []
+    for _ in range(2):
+        sender.on_message("d", hello, None)
+        made.append(sender._pushers["d"])
+    old, new = made
+    old.on_gone()
+    assert sender.accounting()["peers"] == 1
+    new.on_gone()
+    assert sender.accounting()["peers"] == 0
+
+
 def test_the_end_of_a_room_is_told_as_soon_as_its_last_rows_are_stored(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,12 +335,12 @@ def test_waiting_for_a_decode_rank_that_never_comes_ends_when_it_is_told_to(
 ) -> None:
     prefill = closing(Prefill(CACHE))
     plane = group_plane.GroupSendingPlane(prefill.source, "gloo", PATIENCE)
-    outbox = closing(plane.outbox("d", CACHE.layout, prefill.sender))
+    outbox = closing(plane.outbox("d", CACHE.layout))
     ended: list[TransferError] = []
 
     def connect() -> None:
         with pytest.raises(TransferError) as info:
-            outbox.connect()
+            outbox.connect(Unheard())
         ended.append(info.value)
 
     thread = threading.Thread(target=connect)

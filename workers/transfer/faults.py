@@ -11,7 +11,7 @@ from tpla.core.config import FaultPlan
 from tpla.core.latent_layout import CacheLayout
 from tpla.core.messages import Done
 from tpla.workers.transfer.digest import Place, place_digest
-from tpla.workers.transfer.protocol import LinkHandler, Outbox, Pages, SendingPlane
+from tpla.workers.transfer.protocol import Outbox, OutboxHandler, Pages, SendingPlane
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class FaultySendingPlane:
         self._seen = 0
         self._lock = threading.Lock()
 
-    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> FaultyOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> FaultyOutbox:
         """As the plane's, hit by the plan that all outboxes share."""
-        return FaultyOutbox(self._plane.outbox(peer, layout, handler), self)
+        return FaultyOutbox(self._plane.outbox(peer, layout), self)
 
     def hits(self) -> bool:
         """Whether the plan names the chunk that is sent now."""
@@ -52,9 +52,9 @@ class FaultyOutbox:
         self._outbox = outbox
         self._plane = plane
 
-    def connect(self) -> None:
+    def connect(self, handler: OutboxHandler) -> None:
         """As the outbox's."""
-        self._outbox.connect()
+        self._outbox.connect(handler)
 
     def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the outbox's, with the fault applied to chunks that the plan names."""

@@ -45,7 +45,7 @@ from tpla.workers.transfer.pair_group import (
 from tpla.workers.transfer.protocol import (
     InboxHandler,
     IncomingStaging,
-    LinkHandler,
+    OutboxHandler,
     OutgoingStaging,
     Pages,
     PageSink,
@@ -85,9 +85,9 @@ class GroupSendingPlane:
         self.source = source
         self._timeouts = timeouts
 
-    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> GroupOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> GroupOutbox:
         """As the protocol's."""
-        return GroupOutbox(self.source, peer, layout, handler, self.name, self._timeouts)
+        return GroupOutbox(self.source, peer, layout, self.name, self._timeouts)
 
 
 class GroupOutbox:
@@ -98,7 +98,6 @@ class GroupOutbox:
         source: PageSource,
         peer: str,
         layout: CacheLayout,
-        handler: LinkHandler,
         backend: str,
         timeouts: TransferTimeouts,
     ) -> None:
@@ -107,7 +106,6 @@ class GroupOutbox:
         self._source = source
         self._peer = peer
         self._layout = layout
-        self._handler = handler
         self._backend = backend
         self._timeouts = timeouts
         self._store = host_store(timeouts.handshake)
@@ -115,14 +113,14 @@ class GroupOutbox:
         self._listener = listen()
         self._store.set(_CHANNEL_KEY, str(self._listener.getsockname()[1]))
         self._channel: PairChannel | None = None
-        self._reader = threading.Thread(target=self._read, name=f"tpla-acks-{peer}", daemon=True)
+        self._reader: threading.Thread | None = None
         self._cancelled = threading.Event()
         self._group: PairGroup | None = None
         self._page_bytes = source.page_size * layout.token_bytes
         self._buffers: list[_SendingBuffer] = []
         self._next = 0
 
-    def connect(self) -> None:
+    def connect(self, handler: OutboxHandler) -> None:
         """As the protocol's; NCCL connects at a lane's first operation, so that is done here.
 
         A rank that is not there is waited for by the channel, which can be told to stop.
@@ -130,6 +128,8 @@ class GroupOutbox:
         device, patience = self._source.device, self._timeouts.handshake
         deadline = time.monotonic() + patience
         self._channel = accept(self._listener, patience, self._timeouts.push)
+        name = f"tpla-acks-{self._peer}"
+        self._reader = threading.Thread(target=self._read, args=[handler], name=name, daemon=True)
         self._reader.start()
         self._group = join_group(
             self._backend, self._store, PREFILL_RANK, device, _left(deadline), patience
@@ -179,7 +179,8 @@ class GroupOutbox:
         self._listener.close()
         if self._channel is not None:
             self._channel.shut()
-            self._reader.join(_JOIN_SECONDS)
+            if self._reader is not None:
+                self._reader.join(_JOIN_SECONDS)
             self._channel.close()
         if self._group is not None:
             self._group.abort()
@@ -188,16 +189,16 @@ class GroupOutbox:
                 buffer.staging.ready.synchronize()  # a device may write to what is freed here
         self._buffers.clear()
 
-    def _read(self) -> None:
+    def _read(self, handler: OutboxHandler) -> None:
         """Deliver decode's answers until either end closes the channel."""
         assert self._channel is not None
         try:
             while True:
                 for message, _ in self._channel.receive(waits=True):
-                    self._handler.on_message(self._peer, message, None)
+                    handler.on_answer(message)
         except TransferError:
             if not self._cancelled.is_set():
-                self._handler.on_disconnect(self._peer)
+                handler.on_gone()
 
 
 class GroupReceivingPlane:

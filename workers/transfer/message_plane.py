@@ -12,7 +12,7 @@ from tpla.workers.transfer.digest import Place, chunk_digest
 from tpla.workers.transfer.protocol import (
     InboxHandler,
     Link,
-    LinkHandler,
+    OutboxHandler,
     Pages,
     PageSink,
     PageSource,
@@ -35,7 +35,7 @@ class MessageSendingPlane:
         self.source = source
         self._link = link
 
-    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> MessageOutbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> MessageOutbox:
         """As the protocol's; answers come over the link."""
         return MessageOutbox(self._link, self.source, peer, layout)
 
@@ -53,8 +53,8 @@ class MessageOutbox:
         self._peer = peer
         self._layout = layout
 
-    def connect(self) -> None:
-        """The link is connected."""
+    def connect(self, handler: OutboxHandler) -> None:
+        """The link is connected, and has a handler of its own."""
 
     def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the protocol's; the link keeps the rows until they are sent."""

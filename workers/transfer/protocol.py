@@ -182,6 +182,16 @@ class ArrivedRows(Protocol):
         """Wait until they are written; whether they were those. From any thread."""
 
 
+class OutboxHandler(Protocol):
+    """Receives what a decode rank says through an outbox, on a thread of that outbox."""
+
+    def on_answer(self, message: Message) -> None:
+        """Credit, or the acknowledgement of a room."""
+
+    def on_gone(self) -> None:
+        """The rank is gone; nothing more will come through this outbox."""
+
+
 class Outbox(Protocol):
     """The way of chunks to one decode rank, in order. Its pusher's thread uses it.
 
@@ -197,8 +207,11 @@ class Outbox(Protocol):
     window_bytes: int
     port: int
 
-    def connect(self) -> None:
+    def connect(self, handler: OutboxHandler) -> None:
         """Wait until the decode rank has joined.
+
+        Args:
+            handler: gets the rank's answers where they do not come over the link.
 
         Raises:
             TransferError: it did not in time; like every error of the methods below, final.
@@ -232,14 +245,12 @@ class SendingPlane(Protocol):
     name: str
     source: PageSource
 
-    def outbox(self, peer: str, layout: CacheLayout, handler: LinkHandler) -> Outbox:
+    def outbox(self, peer: str, layout: CacheLayout) -> Outbox:
         """The way to a decode rank; never blocks.
 
         Args:
             peer: the rank.
             layout: of its rows.
-            handler: gets its answers, Credit and Ack, from the link or on a thread of the outbox,
-                and word that it is gone.
         """
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tpla.core.errors import TransferError
 from tpla.core.latent_layout import CacheLayout
+from tpla.core.messages import Message
 from tpla.workers.transfer.protocol import Outbox, Pages
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,19 @@ class TaskSender(Protocol):
     def abort(self, room: int, reason: str) -> None:
         """Give the room up."""
 
+    def answered(self, pusher: Pusher, message: Message) -> None:
+        """What the decode rank says; on a thread of the outbox."""
+
+    def left(self, pusher: Pusher) -> None:
+        """The decode rank is gone; likewise."""
+
 
 class Pusher:
-    """Sends to one decode rank, within the credit that it grants."""
+    """Sends to one decode rank, within the credit that it grants.
+
+    Implements :class:`~tpla.workers.transfer.protocol.OutboxHandler`: what comes through the outbox
+    is told to the sender as its own, since the rank may have greeted anew and have another.
+    """
 
     def __init__(self, peer: str, layout: CacheLayout, outbox: Outbox, sender: TaskSender) -> None:
         self.peer = peer
@@ -79,6 +90,14 @@ class Pusher:
             self._credit -= payload_bytes
             return True
 
+    def on_answer(self, message: Message) -> None:
+        """As the protocol's."""
+        self._sender.answered(self, message)
+
+    def on_gone(self) -> None:
+        """As the protocol's."""
+        self._sender.left(self)
+
     def stop(self) -> None:
         """End the thread; a chunk on its way may be cut off."""
         with self._condition:
@@ -93,7 +112,7 @@ class Pusher:
 
     def _run(self) -> None:
         try:
-            self.outbox.connect()
+            self.outbox.connect(self)
             while (task := self._next_task()) is not None:
                 self._send(task)
         except TransferError as error:

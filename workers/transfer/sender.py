@@ -233,7 +233,7 @@ class PrefillSender:
         previous = self._pushers.pop(peer, None)
         if previous is not None:
             previous.stop()
-        outbox = self._plane.outbox(peer, layout, self)
+        outbox = self._plane.outbox(peer, layout)
         self._pushers[peer] = Pusher(peer, layout, outbox, self)
         self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
         logger.info("decode rank %s: %s, %d bytes a token", peer, layout, layout.token_bytes)
@@ -367,6 +367,18 @@ class PrefillSender:
         )
 
     # ---- called by pushers
+
+    def answered(self, pusher: Pusher, message: Message) -> None:
+        """A decode rank answers through its outbox."""
+        with self._lock:
+            if self._pushers.get(pusher.peer) is pusher:
+                self.on_message(pusher.peer, message, None)
+
+    def left(self, pusher: Pusher) -> None:
+        """A decode rank has closed its outbox: its rooms fail."""
+        with self._lock:
+            if self._pushers.get(pusher.peer) is pusher:
+                self.on_disconnect(pusher.peer)
 
     def lose(self, pusher: Pusher, error: TransferError) -> None:
         """A decode rank cannot be sent to any more: its rooms fail, and it must greet anew."""
