@@ -47,15 +47,16 @@ class ServingSystem:
 _PREFILL = ("--page-size", "64", "--dtype", "bfloat16")
 _PV_FP8 = ("--pv-format", "fp8")
 _FLASHMLA = ("--attention-backend", "flashmla", "--page-size", "64", "--dtype", "bfloat16")
+_FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
+_DP = ("--enable-dp-attention", "--dp", "{tp}")
 # SGLang 0.5.16 does not take FlashMLA's log-sum-exp, which context parallelism needs.
 _FLASHINFER = ("--attention-backend", "flashinfer", "--dtype", "bfloat16")
 SYSTEMS = (
     ServingSystem("sglang-bf16", 1, "bf16", flags=_FLASHMLA),
-    ServingSystem("sglang-fp8", 1, "fp8", flags=(*_FLASHMLA, "--kv-cache-dtype", "fp8_e4m3")),
+    ServingSystem("sglang-fp8", 1, "fp8", flags=(*_FLASHMLA, *_FP8_KV)),
     ServingSystem("sglang-dcp", 1, "bf16", flags=(*_FLASHINFER, "--dcp-size", "{tp}"), dcp=2),
-    ServingSystem(
-        "sglang-dp", 1, "bf16", flags=(*_FLASHMLA, "--enable-dp-attention", "--dp", "{tp}"), dp=2
-    ),
+    ServingSystem("sglang-dp", 1, "bf16", flags=(*_FLASHMLA, *_DP), dp=2),
+    ServingSystem("sglang-dp-fp8", 1, "fp8", flags=(*_FLASHMLA, *_FP8_KV, *_DP), dp=2),
     ServingSystem("tpla-fp8", 2, "fp8", tpla_mode="tpla"),
     ServingSystem(
         "tpla-fp8-no-scatter", 2, "fp8", tpla_mode="tpla", flags=("--no-scatter-output",)
