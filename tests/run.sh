@@ -14,6 +14,6 @@ step "mypy"
 .venv/bin/mypy -p tpla
 step "pytest: unit, kernels, contract, integration"
 # One thread: the tests start processes of their own, and more threads only contend.
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not e2e and not matrix" --durations=10
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not e2e and not matrix and not soak" --durations=10
 step "pytest: end to end, on real workers"
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "e2e and not matrix" --durations=15
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "e2e and not matrix and not soak" --durations=15

@@ -102,16 +102,19 @@ class Deployment:
             found += [f"{worker['id']}: {k}={v}" for k, v in amounts.items() if v]
         return found
 
-    def kill(self, worker: dict[str, Any]) -> None:
-        """SIGKILL a worker and its ranks, as a crash of its host would."""
+    def process_of(self, worker: dict[str, Any]) -> psutil.Process:
+        """A worker's main process, whose children are its ranks."""
         port = httpx.URL(worker["url"]).port
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess, ValueError):
                 line = process.cmdline()
                 if "worker" in line and line[line.index("--port") + 1] == str(port):
-                    stop_tree(process.pid)
-                    return
+                    return process
         raise AssertionError(f"no process of {worker}")
+
+    def kill(self, worker: dict[str, Any]) -> None:
+        """SIGKILL a worker and its ranks, as a crash of its host would."""
+        stop_tree(self.process_of(worker).pid)
 
     def interrupt(self) -> list[psutil.Process]:
         """Ctrl-C; returns processes that are left over (there must be none)."""
