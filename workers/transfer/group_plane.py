@@ -126,14 +126,15 @@ class GroupOutbox:
         A rank that is not there is waited for by the channel, which can be told to stop.
         """
         device, patience = self._source.device, self._timeouts.handshake
-        deadline = time.monotonic() + patience
+        begun = time.monotonic()
         self._channel = accept(self._listener, patience, self._timeouts.push)
+        if self._cancelled.is_set():
+            raise TransferAborted(f"stopped waiting for {self._peer} to join")
         name = f"tpla-acks-{self._peer}"
         self._reader = threading.Thread(target=self._read, args=[handler], name=name, daemon=True)
         self._reader.start()
-        self._group = join_group(
-            self._backend, self._store, PREFILL_RANK, device, _left(deadline), patience
-        )
+        left = _left(begun, patience)
+        self._group = join_group(self._backend, self._store, PREFILL_RANK, device, left, patience)
         size = max(self.chunk_bytes, self._page_bytes)
         self._buffers = [
             _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
@@ -141,7 +142,7 @@ class GroupOutbox:
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
             pending = self._group.send(greeting)
-            _wait(pending, _left(deadline), self._cancelled, f"{self._peer} to join")
+            _wait(pending, begun, patience, self._cancelled, f"{self._peer} to join")
 
     def send(self, place: Place, pages: Pages, damaged: bool = False) -> int:
         """As the protocol's; waits until the chunk before in the same buffer is sent."""
@@ -149,7 +150,8 @@ class GroupOutbox:
         buffer, seed = self._buffers[self._next], place_digest(place)
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.pending is not None:
-            _wait(buffer.pending, self._timeouts.push, self._cancelled, f"{self._peer} to receive")
+            begun, patience = time.monotonic(), self._timeouts.push
+            _wait(buffer.pending, begun, patience, self._cancelled, f"{self._peer} to receive")
             buffer.pending = None
         self._channel.send(Chunk(*place, seed))
         try:
@@ -276,19 +278,18 @@ class GroupInbox:
 
     def _connect(self) -> None:
         device, patience = self._sink.device, self._timeouts.handshake
-        host, deadline = urlsplit(self._peer).hostname or "", time.monotonic() + patience
+        host, begun = urlsplit(self._peer).hostname or "", time.monotonic()
         store = join_store(host, self._port, patience)
         port = int(store.get(_CHANNEL_KEY))
-        self._channel = dial(host, port, _left(deadline), self._timeouts.push)
-        self._group = join_group(
-            self._backend, store, DECODE_RANK, device, _left(deadline), patience
-        )
+        self._channel = dial(host, port, _left(begun, patience), self._timeouts.push)
+        left = _left(begun, patience)
+        self._group = join_group(self._backend, store, DECODE_RANK, device, left, patience)
         size = max(CHUNK_BYTES, self._page_bytes)
         self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
             pending = self._group.recv(greeting)
-            _wait(pending, _left(deadline), self._cancelled, f"{self._peer} to join")
+            _wait(pending, begun, patience, self._cancelled, f"{self._peer} to join")
 
     def _turn(self) -> None:
         """Go on with whatever can go on, else wait for a message or a moment."""
@@ -392,13 +393,15 @@ class _Arrival:
     deadline: float
 
 
-def _left(deadline: float) -> float:
-    """Seconds until then, and never none: what takes no time may still be done."""
-    return max(deadline - time.monotonic(), _LEAST_SECONDS)
+def _left(begun: float, timeout: float) -> float:
+    """Seconds of a time-out, and never none: what takes no time may still be done."""
+    return max(begun + timeout - time.monotonic(), _LEAST_SECONDS)
 
 
-def _wait(pending: Pending, timeout: float, cancelled: threading.Event, what: str) -> None:
-    deadline = time.monotonic() + timeout
+def _wait(
+    pending: Pending, begun: float, timeout: float, cancelled: threading.Event, what: str
+) -> None:
+    deadline = begun + timeout
     while not pending.done():
         if cancelled.is_set():
             raise TransferAborted(f"stopped waiting for {what}")
