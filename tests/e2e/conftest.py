@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.servers import REPOSITORY, Worker
+from tpla.convert.checkpoint_io import Checkpoint
 
 REFERENCE_MODEL = REPOSITORY / "deploy" / "reference_model"
 
@@ -23,18 +24,16 @@ class Conversions:
     directory: Path
     calibration: Path
 
-    def of(
-        self, source: Path, groups: int, core: str, method: str = "pca", quantized: bool = False
-    ) -> Path:
+    def of(self, source: Path, groups: int, core: str, method: str = "pca") -> Path:
         """``source`` converted for ``groups`` and ``core`` dims, made at most once.
 
-        A ``quantized`` one keeps its format, others become float32.
+        One in block FP8 keeps its format, others become float32.
         """
         target = self.directory / f"{source.name}-{method}-g{groups}-core{core}"
         if not target.exists():
             command = [sys.executable, "-m", "tpla.core.cli", "convert", str(source), str(target)]
             plan = ["--groups", str(groups), "--core-dims", core]
-            plan += [] if quantized else ["--dtype", "float32"]
+            plan += [] if Checkpoint(source).block_fp8 else ["--dtype", "float32"]
             text = ["--calibration", str(self.calibration), "--max-tokens", "8192"]
             basis = ["--method", method, "--learning-steps", "40"]
             subprocess.run([*command, *plan, *text, *basis], check=True, timeout=300)

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 
 from tests.e2e.servers import REPOSITORY, stop_tree
@@ -41,6 +43,12 @@ class Deployment:
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.5)
         return self
+
+    def client(self, timeout: float = 120) -> openai.OpenAI:
+        """The official client, which reports errors instead of trying again."""
+        return openai.OpenAI(
+            base_url=f"{self.base}/v1", api_key="none", timeout=timeout, max_retries=0
+        )
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -129,3 +137,22 @@ class Deployment:
         """Whatever happened in the test, nothing stays."""
         if self.process.poll() is None:
             stop_tree(self.process.pid)
+
+
+@contextmanager
+def deployed(directory: Path, *arguments: str) -> Iterator[Deployment]:
+    """`deploy/launch.sh` from its first answer until Ctrl-C, which must leave nothing behind."""
+    running = Deployment(directory / "launch.log", directory / "state", *arguments)
+    try:
+        yield running.wait()
+        assert running.interrupt() == [], "Ctrl-C left processes behind"
+        assert running.process.returncode == 0
+    finally:
+        running.destroy()
+
+
+def chat(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    """A greedy completion."""
+    return client.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, **{"max_tokens": 60, **options}
+    )

@@ -22,7 +22,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.deployment import MODEL, Deployment
+from tests.e2e.deployment import Deployment, chat, deployed
 from tests.e2e.prompts import questions
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
@@ -37,22 +37,21 @@ TRY_AGAIN = {429, 502, 503, 504}
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
     arguments = ("--prefill", "2", "--decode", "4", "--transfer-timeout", str(TRANSFER_TIMEOUT))
-    running = Deployment(tmp_path / "launch.log", tmp_path / "state", *arguments)
-    try:
-        yield running.wait()
-        assert running.interrupt() == [], "Ctrl-C left processes behind"
-    finally:
-        running.destroy()
+    with deployed(tmp_path, *arguments) as running:
+        yield running
 
 
 class Clients:
     """Threads that use the endpoint until they are told to stop, and count what came of it."""
 
-    def __init__(self, base: str, seed: int) -> None:
+    def __init__(self, deployment: Deployment, seed: int) -> None:
         self.tally: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._base = base
-        self._asked = questions(QUESTIONS, seed, longest=900)
+        self._deployment = deployment
+        self._asked = [
+            ([message.as_dict() for message in question.messages], question.answer)
+            for question in questions(QUESTIONS, seed, longest=900)
+        ]
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._use, args=[random.Random(seed * CLIENTS + number)])
@@ -69,9 +68,7 @@ class Clients:
             assert not thread.is_alive(), "a request was never answered"
 
     def _use(self, rng: random.Random) -> None:
-        with openai.OpenAI(
-            base_url=f"{self._base}/v1", api_key="none", timeout=150, max_retries=0
-        ) as client:
+        with self._deployment.client(timeout=150) as client:
             while not self._stop.is_set():
                 does = rng.choices((self._ask, self._leave, self._talk_nonsense), (6, 3, 1))[0]
                 try:
@@ -85,14 +82,15 @@ class Clients:
                 time.sleep(rng.random() * 0.3)
 
     def _ask(self, client: openai.OpenAI, rng: random.Random) -> None:
-        question = rng.choice(self._asked)
-        text = self._chat(client, question, max_tokens=120).choices[0].message.content
+        messages, answer = rng.choice(self._asked)
+        text = chat(client, messages, max_tokens=120).choices[0].message.content
         self.tally["answers"] += 1
-        if text != question.answer:
-            self.wrong.append(f"{text!r} instead of {question.answer!r}")
+        if text != answer:
+            self.wrong.append(f"{text!r} instead of {answer!r}")
 
     def _leave(self, client: openai.OpenAI, rng: random.Random) -> None:
-        stream = self._chat(client, rng.choice(self._asked), max_tokens=500, stream=True)
+        messages, _answer = rng.choice(self._asked)
+        stream = chat(client, messages, max_tokens=500, stream=True)
         with suppress(openai.APIError):  # of a worker that died after the first token
             for _, _event in zip(range(rng.randrange(6)), stream, strict=False):
                 pass
@@ -100,16 +98,10 @@ class Clients:
         self.tally["left"] += 1
 
     def _talk_nonsense(self, client: openai.OpenAI, rng: random.Random) -> None:
+        messages, _answer = rng.choice(self._asked)
         with pytest.raises(openai.BadRequestError):
-            self._chat(client, rng.choice(self._asked), max_tokens=-3)
+            chat(client, messages, max_tokens=-3)
         self.tally["refused"] += 1
-
-    @staticmethod
-    def _chat(client: openai.OpenAI, question: Any, **options: Any) -> Any:
-        messages = [message.as_dict() for message in question.messages]
-        return client.chat.completions.create(
-            model=MODEL, messages=messages, temperature=0, **options
-        )
 
 
 def pause(deployment: Deployment, worker: dict[str, Any], seconds: float) -> None:
@@ -129,7 +121,7 @@ def test_a_bad_night_costs_no_wrong_answer_and_nothing_is_held_in_the_morning(
 ) -> None:
     seed = request.config.getoption("--soak-seed")
     ends = time.monotonic() + request.config.getoption("--soak-seconds")
-    rng, clients = random.Random(seed), Clients(deployment.base, seed)
+    rng, clients = random.Random(seed), Clients(deployment, seed)
     happened: Counter[str] = Counter()
     try:
         while time.monotonic() < ends:

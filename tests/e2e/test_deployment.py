@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.deployment import MODEL, Deployment
+from tests.e2e.deployment import MODEL, Deployment, chat, deployed
 from tests.e2e.prompts import questions
 
 pytestmark = pytest.mark.e2e
@@ -27,27 +27,14 @@ COUNT = [{"role": "user", "content": "Count from 1 to 40."}]
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     directory = tmp_path_factory.mktemp("deployment")
     arguments = ("--prefill", "2", "--decode", "4", "--transfer-timeout", "15")
-    running = Deployment(directory / "launch.log", directory / "state", *arguments)
-    try:
-        yield running.wait()
-        assert running.interrupt() == [], "Ctrl-C left processes behind"
-        assert running.process.returncode == 0
-    finally:
-        running.destroy()
+    with deployed(directory, *arguments) as running:
+        yield running
 
 
 @pytest.fixture
 def client(deployment: Deployment) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{deployment.base}/v1", api_key="none", timeout=120, max_retries=0
-    ) as made:
+    with deployment.client() as made:
         yield made
-
-
-def chat(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
-    return client.chat.completions.create(
-        model=MODEL, messages=messages, temperature=0, **{"max_tokens": 60, **options}
-    )
 
 
 def text_of(completion: Any) -> str:

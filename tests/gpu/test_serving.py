@@ -127,15 +127,15 @@ def fleet(
     if not wanted:
         pytest.skip(f"no decode worker over {request.param} was asked for that {GPUS} GPUs hold")
     source = {False: REFERENCE_MODEL, True: block_fp8_model}
-    models = {
-        d: conversions.of(source[d.block_fp8], max(d.groups, 2), d.core, quantized=d.block_fp8)
-        for d in wanted
-    }
+    models = {d: conversions.of(source[d.block_fp8], max(d.groups, 2), d.core) for d in wanted}
+    by_weights = {d.block_fp8: model for d, model in models.items()}
     transfer = ("--transfer", request.param)
     with worker_set(tmp_path_factory.mktemp("logs")) as start:
         prefills = {
-            kind: start("prefill", model, *FLAGS, *PREFILL_FLAGS, *transfer, *flags_of(kind))
-            for kind, model in {d.block_fp8: model for d, model in models.items()}.items()
+            block_fp8: start(
+                "prefill", model, *FLAGS, *PREFILL_FLAGS, *transfer, *flags_of(block_fp8)
+            )
+            for block_fp8, model in by_weights.items()
         }
         decodes = {}
         for decode, model in models.items():
@@ -144,10 +144,10 @@ def fleet(
             more = (*transfer, *flags_of(decode.block_fp8))
             decodes[decode] = start("decode", model, *FLAGS, *kind, *place, *more)
         # The others are judged even where one does not start: a GPU's time is dear.
-        started = [(f"prefill, block FP8 {kind}", worker) for kind, worker in prefills.items()]
+        started = [(f"prefill, block FP8 {fp8}", worker) for fp8, worker in prefills.items()]
         started += [(str(decode), worker) for decode, worker in decodes.items()]
         failed = [reason for name, worker in started if (reason := not_serving(name, worker))]
-        prefills = {kind: worker for kind, worker in prefills.items() if runs(worker)}
+        prefills = {fp8: worker for fp8, worker in prefills.items() if runs(worker)}
         serving = {d: w for d, w in decodes.items() if runs(w) and d.block_fp8 in prefills}
         yield Started(prefills, serving, models, failed)
 

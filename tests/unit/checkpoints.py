@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tpla.convert.block_fp8 import SCALE_SUFFIX, BlockFP8
+from tpla.convert.checkpoint_io import Checkpoint
 
 LATENT = 64
 YARN = {
@@ -144,18 +145,11 @@ def dequantized(directory: Path) -> Path:
     if copy.exists():
         return copy
     shutil.copytree(directory, copy)
-    block = BlockFP8.from_config(json.loads((copy / "config.json").read_text()))
-    assert block is not None
-    for path in copy.glob("*.safetensors"):
-        tensors = load_file(path)
-        plain = {
-            name: block.dequantize(tensor, tensors[name + SCALE_SUFFIX])
-            if name + SCALE_SUFFIX in tensors
-            else tensor.float()
-            for name, tensor in tensors.items()
-            if not name.endswith(SCALE_SUFFIX)
-        }
-        save_file(plain, path, metadata={"format": "pt"})
+    source = Checkpoint(directory)
+    for file in source.files:
+        names = [name for name in load_file(directory / file) if not name.endswith(SCALE_SUFFIX)]
+        plain = {name: source.load(name).float() for name in names}
+        save_file(plain, copy / file, metadata={"format": "pt"})
     edit_config(copy, quantization_config=None, dtype="float32")
     return copy
 
