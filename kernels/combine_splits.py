@@ -17,8 +17,11 @@ from tpla.kernels.dependent_launch import launches_dependents
 
 _LN2 = 0.6931471805599453
 _BLOCK = 4096
-"""Numbers that a program reads at once."""
+"""Numbers that a program reads at once, of one row."""
 _MOST_SPLITS = 64
+_PROGRAMS = 4096
+"""About as many of one warp as run at once; where there were more, each takes more rows."""
+_MOST_ROWS = 8
 
 
 @triton.jit
@@ -31,54 +34,62 @@ def _combine_kernel(
     rows,
     WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1)
-    dims = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
-    lane = tl.arange(0, BLOCK_S)
     first = tl.load(split_ptr + 2 * b)
     last = tl.load(split_ptr + 2 * b + 1)
     if DEPENDENT:  # the schedule is older than the kernel that this one waits for
         tl.extra.cuda.gdc_wait()
     if last > first:
-        # Each lane joins every BLOCK_S-th split; nothing crosses threads before the lanes meet.
-        top_SM = tl.full([BLOCK_S, BLOCK_M], -1e30, tl.float32)
-        weight_SM = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
-        acc_SML = tl.zeros([BLOCK_S, BLOCK_M, BLOCK_L], tl.float32)
-        for start in range(first, last + 1, BLOCK_S):
-            part = start + lane
-            slot = 2 * part + (part == first).to(tl.int32)
-            row_SM = slot.to(tl.int64)[:, None] * rows + m[None, :]
-            there_SM = (part <= last)[:, None] & (m < rows)[None, :]
-            lse_SM = tl.load(partial_lse_ptr + row_SM, mask=there_SM, other=-float("inf"))
-            partial_SML = tl.load(
-                partial_ptr + row_SM[:, :, None] * WIDTH + dims[None, None, :],
-                mask=there_SM[:, :, None] & (dims < WIDTH)[None, None, :],
-                other=0.0,
-            )
-            new_top_SM = tl.maximum(top_SM, lse_SM)
-            decay_SM = tl.exp2(top_SM - new_top_SM)
-            share_SM = tl.exp2(lse_SM - new_top_SM)
-            weight_SM = weight_SM * decay_SM + share_SM
-            acc_SML = acc_SML * decay_SM[:, :, None] + partial_SML * share_SM[:, :, None]
-            top_SM = new_top_SM
-        top_M = tl.max(top_SM, 0)
-        share_SM = tl.exp2(top_SM - top_M[None, :])
-        weight_M = tl.sum(weight_SM * share_SM, 0)
-        out_ML = tl.sum(acc_SML * share_SM[:, :, None], 0)
-        out_ML = out_ML / tl.where(weight_M == 0.0, 1.0, weight_M)[:, None]
-        row_M = b.to(tl.int64) * rows + m
-        tl.store(
-            out_ptr + row_M[:, None] * WIDTH + dims[None, :],
-            out_ML.to(out_ptr.dtype.element_ty),
-            mask=(m < rows)[:, None] & (dims < WIDTH)[None, :],
-        )
-        if tl.program_id(2) == 0:
-            tl.store(lse_ptr + row_M, (top_M + tl.log2(weight_M)) * LN2, mask=m < rows)
+        for i in tl.static_range(ROWS):
+            m = tl.program_id(0) * ROWS + i
+            if m < rows:
+                _combine_row(
+                    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, rows, b, m, first, last,
+                    WIDTH, BLOCK_S, BLOCK_L, LN2,
+                )  # fmt: skip
+
+
+@triton.jit
+def _combine_row(
+    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, rows, b, m, first, last,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr, LN2: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row. Each lane joins every BLOCK_S-th split, then the lanes meet."""
+    dims = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
+    lane = tl.arange(0, BLOCK_S)
+    top_S = tl.full([BLOCK_S], -1e30, tl.float32)
+    weight_S = tl.zeros([BLOCK_S], tl.float32)
+    acc_SL = tl.zeros([BLOCK_S, BLOCK_L], tl.float32)
+    for start in range(first, last + 1, BLOCK_S):
+        part = start + lane
+        slot = 2 * part + (part == first).to(tl.int32)
+        row_S = slot.to(tl.int64) * rows + m
+        there_S = part <= last
+        lse_S = tl.load(partial_lse_ptr + row_S, mask=there_S, other=-float("inf"))
+        partial_SL = tl.load(
+            partial_ptr + row_S[:, None] * WIDTH + dims[None, :],
+            mask=there_S[:, None] & (dims < WIDTH)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        new_top_S = tl.maximum(top_S, lse_S)
+        decay_S = tl.exp2(top_S - new_top_S)
+        share_S = tl.exp2(lse_S - new_top_S)
+        weight_S = weight_S * decay_S + share_S
+        acc_SL = acc_SL * decay_S[:, None] + partial_SL * share_S[:, None]
+        top_S = new_top_S
+    top = tl.max(top_S, 0)
+    share_S = tl.exp2(top_S - top)
+    weight = tl.sum(weight_S * share_S, 0)
+    out_L = tl.sum(acc_SL * share_S[:, None], 0) / tl.where(weight == 0.0, 1.0, weight)
+    row = b.to(tl.int64) * rows + m
+    tl.store(out_ptr + row * WIDTH + dims, out_L.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+    if tl.program_id(2) == 0:
+        tl.store(lse_ptr + row, (top + tl.log2(weight)) * LN2)
 
 
 def combine_splits(
@@ -94,16 +105,19 @@ def combine_splits(
     before it, which writes the partial results, still runs. ``split_B2`` must be older than that.
 
     Args:
-        partial_SML: each slot's normalised output, float32.
+        partial_SML: each slot's normalised output, bf16 or float32.
         partial_lse_SM: its log-sum-exp to base two, float32; minus infinity for no token.
         split_B2: first and last part of each request, int32.
         out_BML: written for split requests only, bf16 or float32.
         lse_BM: likewise, float32, natural logarithm.
     """
     batch, rows, width = out_BML.shape
-    block_s, block_m, block_l = _block(partial_SML.shape[0] // 2, batch, rows, width)
+    splits, columns = _block(partial_SML.shape[0] // 2, batch, width)
+    column_blocks = triton.cdiv(width, columns)
+    rows_each = triton.next_power_of_2(triton.cdiv(rows * batch * column_blocks, _PROGRAMS))
+    rows_each = min(rows_each, _MOST_ROWS)
     dependent = launches_dependents(out_BML.device)
-    _combine_kernel[(triton.cdiv(rows, block_m), batch, triton.cdiv(width, block_l))](
+    _combine_kernel[(triton.cdiv(rows, rows_each), batch, column_blocks)](
         partial_SML,
         partial_lse_SM,
         split_B2,
@@ -111,19 +125,18 @@ def combine_splits(
         lse_BM,
         rows,
         WIDTH=width,
-        BLOCK_S=block_s,
-        BLOCK_M=block_m,
-        BLOCK_L=block_l,
+        BLOCK_S=splits,
+        BLOCK_L=columns,
+        ROWS=rows_each,
         DEPENDENT=dependent,
         LN2=_LN2,
-        num_warps=4,
+        num_warps=1,
         launch_pdl=dependent,
     )
 
 
-def _block(parts: int, batch: int, rows: int, width: int) -> tuple[int, int, int]:
-    """Splits, rows and columns that a program reads at once: splits first, as many as a request of
-    average length has, then columns, then rows."""
+def _block(parts: int, batch: int, width: int) -> tuple[int, int]:
+    """Splits and columns that a program reads at once: splits first, as many as a request of
+    average length has."""
     splits = min(triton.next_power_of_2(triton.cdiv(parts, batch) + 1), _MOST_SPLITS)
-    columns = min(triton.next_power_of_2(width), _BLOCK // splits)
-    return splits, min(triton.next_power_of_2(rows), _BLOCK // (splits * columns)), columns
+    return splits, min(triton.next_power_of_2(width), _BLOCK // splits)

@@ -92,7 +92,11 @@ class DecodeWorkspace:
         slots = 2 * self.parts
         self.part_P2 = torch.zeros(self.parts + 1, 2, dtype=torch.int32, device=device)
         self.split_B2 = torch.zeros(batch, 2, dtype=torch.int32, device=device)
-        self.partial_SML = torch.empty(slots, self.rows, layout.latent_width, device=device)
+        # Of FP8 rows in BF16, as the output: half as much to write and to read again.
+        dtype = torch.bfloat16 if self.tiling.hopper else torch.float32
+        self.partial_SML = torch.empty(
+            slots, self.rows, layout.latent_width, dtype=dtype, device=device
+        )
         self.partial_lse_SM = torch.empty(slots, self.rows, device=device)
 
     def of_batch(self, requests: int) -> DecodeWorkspace:

@@ -25,14 +25,17 @@ Each block of tokens is weighted relative to its own largest logit and token sca
 running ones (SnapMLA, dynamic P quantisation per block)::
 
     level  = largest logit of the block + log2(sigma / RANGE)             base 2
-    r      = max(level, largest level so far - 40)
+    r      = max(level, largest level so far - 40)                        P V in FP16
+    r      = r_old where it is at least level, by 10 at most;             P V in FP8
+             else max(level + 3, largest level so far - 40)
     P'     = exp2(logit - r) s_k, at most RANGE; rounded to FP16 or FP8
     total  = total exp2(r_old - r) + sum of exp2(logit - r)
     acc    = acc exp2(r_old - r) + P' v8                                  output: acc / total
 
 ``sigma`` is the block's largest s_k, at least 2^-50, and for FP16 the power of two above it: FP8
 rounds the weight of the largest token exactly only with sigma itself. The floors keep ``acc`` and
-``total`` below 2^120 whatever the order of blocks.
+``total`` below 2^120 whatever the order of blocks. With P V in FP8 ``r`` is held so that most tiles
+rescale nothing; FP8 numbers keep their precision over 14 octaves and then lose a bit an octave.
 
 Shape suffixes: M query rows (Q H), K tokens of a tile, L latent elements, D RoPE dims.
 """
@@ -57,6 +60,8 @@ from tpla.kernels.hopper_wide import wide_decode_kernel
 _LN2 = 0.6931471805599453
 _BLOCK_TOKENS = 64
 _SHARED_BYTES = 227 * 1024
+_RESERVED_BYTES = 5 * 1024
+"""For barriers and what the compiler exchanges between threads."""
 _WIDTHS = (64, 128, 256, 512)
 """Columns of a tile."""
 _ROPES = (32, 64)
@@ -280,9 +285,9 @@ def _wide_plan(width: int, rope: int, tiling: DecodeTiling) -> dict[str, str | i
 
 
 def _stages(width: int, rope: int, others: int) -> int:
-    """Tiles that shared memory holds beside ``others`` bytes and the barriers."""
+    """Tiles that shared memory holds beside ``others`` bytes and what is reserved."""
     tile = _BLOCK_TOKENS * (width + 2 * rope + 16)
-    return min((_SHARED_BYTES - others - 1024) // tile, 8)
+    return min((_SHARED_BYTES - others - _RESERVED_BYTES) // tile, 8)
 
 
 def _descriptor(

@@ -230,6 +230,18 @@ def _merge(
     return out, lse
 
 
+@gluon.constexpr_function
+def _sectors(rows, columns):
+    """64 rows as they are stored: eight neighbouring columns a thread, 32 a group of four.
+
+    As products leave them, a thread has two, and four threads write half a sector of BF16.
+    """
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    registers += [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+
+
 @gluon.jit
 def _write(
     out, lse, column, row, m0, slot, whole, results, shape, WRITES_LSE: gl.constexpr,
@@ -239,21 +251,24 @@ def _write(
     of what is ``PADDED`` only the row's ``COLUMNS``."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
     rows, _heads, _queries, _softmax_scale_log2 = shape
-    m = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))
-    d = column + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+    STORED: gl.constexpr = _sectors(out.shape[0], out.shape[1])
+    m = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, STORED))
+    d = column + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, STORED))
     m_lse = m0 + gl.arange(0, out.shape[0], layout=lse.type.layout)
     mask = (m < rows)[:, None]
     if PADDED:
         mask = mask & (d < COLUMNS)[None, :]
     if whole:
         at = (row + m)[:, None] * COLUMNS + d[None, :]
-        gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+        rounded = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)
+        gl.store(out_ptr + at, rounded, mask=mask)
         if WRITES_LSE:
             gl.store(lse_ptr + row + m_lse, lse * LN2, mask=m_lse < rows)
     else:
         base = slot.to(gl.int64) * rows
         at = (base + m)[:, None] * COLUMNS + d[None, :]
-        gl.store(partial_ptr + at, out, mask=mask)
+        rounded = gl.convert_layout(out.to(partial_ptr.dtype.element_ty), STORED)
+        gl.store(partial_ptr + at, rounded, mask=mask)
         if WRITES_LSE:
             gl.store(partial_lse_ptr + base + m_lse, lse, mask=m_lse < rows)
 
@@ -287,6 +302,30 @@ def _rescaled(acc, decay):
     factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.inline_asm_elementwise(
         "mul.f32 $0, $1, $2;", "=f,f,f", [acc, factor], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+_PACK = 32
+"""Sums that one piece of assembly takes: of two rows, whose factors are those of 0 and 2."""
+_RESCALE = gl.constexpr(
+    "{ .reg .pred row, any; "
+    f"setp.neu.f32 row, ${2 * _PACK}, 0f3F800000; "
+    f"setp.neu.or.f32 row, ${2 * _PACK + 2}, 0f3F800000, row; "
+    "vote.sync.any.pred any, row, 0xffffffff; "
+    + " ".join(f"mov.b32 ${i}, ${_PACK + i};" for i in range(_PACK))
+    + " @!any bra DONE; "
+    + " ".join(f"mul.f32 ${i}, ${i}, ${2 * _PACK + i};" for i in range(_PACK))
+    + " DONE: }"
+)
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * _PACK + ["f"] * (2 * _PACK)))
+
+
+@gluon.jit
+def _rescaled_where_needed(acc, decay):
+    """Sums times a factor of their row; a warp all of whose factors are 1 skips it."""
+    factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.inline_asm_elementwise(
+        _RESCALE, _RESCALE_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
     )
 
 
@@ -349,8 +388,9 @@ def consume(
             level = level_buf.index(stage).load(gl.SliceLayout(1, LOGITS))
             s = warpgroup_mma_wait(0, deps=[s])
             weight, decay, top, ref, total_4 = softmax(
-                s, k_scale, level, row_scale, last_seen, own * K, all_see, top, ref, total_4
-            )
+                s, k_scale, level, row_scale, last_seen, own * K, all_see, top, ref, total_4,
+                FP8_VALUES,
+            )  # fmt: skip
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             p = _rounded(weight, operand, FP8_VALUES)
@@ -372,8 +412,9 @@ def consume(
                 level = level_buf.index(stage).load(gl.SliceLayout(1, LOGITS))
                 s = warpgroup_mma_wait(1, deps=[s])
                 weight, decay, top, ref, total_4 = softmax(
-                    s, k_scale, level, row_scale, last_seen, tile * K, all_see, top, ref, total_4
-                )
+                    s, k_scale, level, row_scale, last_seen, tile * K, all_see, top, ref, total_4,
+                    FP8_VALUES,
+                )  # fmt: skip
                 # Written after the softmax, yet ptxas waits before most of it. With the softmax
                 # held before the wait, beside P V, the kernel was slower (README).
                 acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
@@ -381,7 +422,9 @@ def consume(
                 mbarrier.arrive(empty.index(stage), count=1)
                 if SHARE == "tiles":
                     mbarrier.arrive(value_empty.index(slot), count=1)
-                if not EARLY:
+                if FP8_VALUES:
+                    acc = _rescaled_where_needed(acc, decay)
+                elif not EARLY:
                     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, out_layout))[:, None]
                 p = _rounded(weight, operand, FP8_VALUES)
                 here = following

@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LOG2_FP16_RANGE = gl.constexpr(10.0)
 LOG2_FP8_RANGE = gl.constexpr(8.807354922057604)
 _REF_FLOOR = gl.constexpr(40.0)
+_REF_HEADROOM = gl.constexpr(3.0)
+_REF_HOLD = gl.constexpr(10.0)
 _SIGMA_FLOOR = gl.constexpr(2.0**-50)
 _LOGITS_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -168,11 +170,13 @@ def scale_level(k_scale, FP8_VALUES: gl.constexpr):
 
 @gluon.jit
 def softmax(
-    s, k_scale, level, row_scale, last_seen, first_token, all_see, top, ref, total
+    s, k_scale, level, row_scale, last_seen, first_token, all_see, top, ref, total,
+    HOLDS: gl.constexpr,
 ):  # fmt: skip
     """One block; returns P', the factor of what was accumulated before, and the new state.
 
-    ``level`` is :func:`scale_level` of ``k_scale``.
+    ``level`` is :func:`scale_level` of ``k_scale``; ``HOLDS`` whether a row's reference stays where
+    the block lies within its range, so that the factor is 1.
     """
     logits = s * k_scale[None, :]
     if first_token + s.shape[1] > all_see:
@@ -183,7 +187,11 @@ def softmax(
     largest = gl.max(gl.convert_layout(own, QUARTERS, assert_trivial=True), 1)
     block = gl.convert_layout(largest, gl.SliceLayout(1, LOGITS)) * row_scale + level
     top = gl.maximum(top, block)
-    new_ref = gl.maximum(block, top - _REF_FLOOR)
+    if HOLDS:
+        new_ref = gl.maximum(block + _REF_HEADROOM, top - _REF_FLOOR)
+        new_ref = gl.where((block <= ref) & (block >= ref - _REF_HOLD), ref, new_ref)
+    else:
+        new_ref = gl.maximum(block, top - _REF_FLOOR)
     p = gl.exp2(logits * row_scale[:, None] - new_ref[:, None])
     decay = gl.exp2(ref - new_ref)
     # Summed over a thread's own columns; the four threads of a row meet after the last tile.

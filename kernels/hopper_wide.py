@@ -140,7 +140,7 @@ def weigh(
                 next_s = start_logits(q_s, q_rope_s, latent_buf.index(ahead), rope_buf.index(ahead))
                 weight, decay, top, ref, total_4 = softmax(
                     s, k_scale, level, row_scale, last_seen, tile * K, all_see, top,
-                    ref, total_4,
+                    ref, total_4, FP8_VALUES,
                 )  # fmt: skip
                 turn = handed + tile - first
                 slot = turn % SLOTS

@@ -19,6 +19,8 @@ LOG2E = 1.4426950408889634
 _BLOCK_TOKENS = 64
 _QUERY_BLOCK = 256
 _REF_FLOOR = 40.0
+_REF_HEADROOM = 3.0
+_REF_HOLD = 10.0
 _SIGMA_FLOOR = 2.0**-50
 
 
@@ -73,8 +75,8 @@ def weigh_blocks(
 ) -> torch.Tensor:
     """The recursion itself, in the dtype of the logits: only P' is rounded, block by block.
 
-    A kernel's parts begin it anew. That moves a weight's rounding only where the floor of the
-    reference holds, 2^-40 below the largest.
+    A kernel's parts begin it anew. That moves a weight's rounding where the floor of the reference
+    holds, 2^-40 below the largest, and in FP8 where the reference is an earlier block's.
 
     Args:
         logits_QHK: to base two, minus infinity where a token is hidden.
@@ -96,7 +98,12 @@ def weigh_blocks(
         sigma_Q1 = scale.amax(-1).clamp_min(_SIGMA_FLOOR)
         level_QH = logits.amax(-1) + torch.log2(sigma_Q1) - math.log2(weight_range)
         top_QH = torch.maximum(top_QH, level_QH)
-        new_ref_QH = torch.maximum(level_QH, top_QH - _REF_FLOOR)
+        holds = weight_dtype == torch.float8_e4m3fn
+        headroom = _REF_HEADROOM if holds else 0.0
+        new_ref_QH = torch.maximum(level_QH + headroom, top_QH - _REF_FLOOR)
+        if holds:
+            held_QH = (level_QH <= ref_QH) & (level_QH >= ref_QH - _REF_HOLD)
+            new_ref_QH = torch.where(held_QH, ref_QH, new_ref_QH)
         decay_QH = torch.exp2(ref_QH - new_ref_QH)
         p_QHK = torch.exp2(logits - new_ref_QH[..., None])
         weight_QHK = (p_QHK * scale).float().to(weight_dtype).to(values_KL)

@@ -152,7 +152,8 @@ def test_the_number_of_parts_does_not_matter() -> None:
     one, one_lse = inputs.run(multiprocessors=1)
     for parts in (2, 33, 132, 400):
         out, lse = inputs.run(multiprocessors=parts)
-        assert cosine_difference(out, one) <= 1e-6
+        # Partial results are rounded to BF16, which alone is 1.4e-6.
+        assert cosine_difference(out, one) <= 2e-6
         torch.testing.assert_close(lse, one_lse, atol=1e-5, rtol=1e-5)
 
 

@@ -153,11 +153,16 @@ def positions(cuts: list[list[int]], lengths: list[int]) -> list[int]:
     return [sum(costs[:request]) + (tile and tile + OVERHEAD) for request, tile in cuts]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("programs", [4, 4096], ids=["two-rows-each", "a-row-each"])
 @pytest.mark.parametrize("parts", [1, 2, 18, 150])
-def test_combine_matches_its_reference(parts: int) -> None:
+def test_combine_matches_its_reference(
+    parts: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpla.kernels.combine_splits._PROGRAMS", programs)
     generator = torch.Generator().manual_seed(parts)
     slots, rows, width = 2 * parts + 6, 3, 40
-    partial = torch.randn(slots, rows, width, generator=generator).to(DEVICE)
+    partial = torch.randn(slots, rows, width, generator=generator).to(DEVICE, dtype)
     lse = (torch.randn(slots, rows, generator=generator) * 5).to(DEVICE)
     lse[2:6, 1] = -math.inf
     split = torch.tensor([[1, parts], [parts, parts]], dtype=torch.int32, device=DEVICE)
