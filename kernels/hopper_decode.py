@@ -25,17 +25,16 @@ Each block of tokens is weighted relative to its own largest logit and token sca
 running ones (SnapMLA, dynamic P quantisation per block)::
 
     level  = largest logit of the block + log2(sigma / RANGE)             base 2
-    r      = max(level, largest level so far - 40)                        P V in FP16
-    r      = r_old where it is at least level, by 10 at most;             P V in FP8
-             else max(level + 3, largest level so far - 40)
+    r      = max(level, largest level so far - 40)                        see below
     P'     = exp2(logit - r) s_k, at most RANGE; rounded to FP16 or FP8
     total  = total exp2(r_old - r) + sum of exp2(logit - r)
     acc    = acc exp2(r_old - r) + P' v8                                  output: acc / total
 
 ``sigma`` is the block's largest s_k, at least 2^-50, and for FP16 the power of two above it: FP8
 rounds the weight of the largest token exactly only with sigma itself. The floors keep ``acc`` and
-``total`` below 2^120 whatever the order of blocks. With P V in FP8 ``r`` is held so that most tiles
-rescale nothing; FP8 numbers keep their precision over 14 octaves and then lose a bit an octave.
+``total`` below 2^120 whatever the order of blocks. Where that was faster, with P V in FP8 and with
+wide latents, ``r`` is held so that most tiles rescale nothing: it stays while ``level`` is 0 to 10
+below it, and is set 3 above ``level`` where not. FP8 numbers keep their precision over 14 octaves.
 
 Shape suffixes: M query rows (Q H), K tokens of a tile, L latent elements, D RoPE dims.
 """

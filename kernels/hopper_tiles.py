@@ -118,14 +118,6 @@ def ask_for_queries(buffers, queries_in, request, turn, rows, BLOCKS: gl.constex
 
 
 @gluon.jit
-def produce_queries(buffers, queries_in, part_ptr, rows, BLOCKS: gl.constexpr):
-    """One warp: ask for the queries of request after request."""
-    begin, end = requests_of(part_ptr, gl.program_id(1))
-    for request in range(begin, end):
-        ask_for_queries(buffers, queries_in, request, request - begin, rows, BLOCKS)
-
-
-@gluon.jit
 def start_logits(q_s, q_rope, latent, rope):
     """Begin Q K of a tile: two products into one accumulator; ``q_rope`` may be in registers."""
     M: gl.constexpr = q_s.shape[0]

@@ -5,7 +5,8 @@ and two that divide the columns compute every logit twice (:mod:`tpla.kernels.ho
 P V is transposed: its rows are columns of the latent, its left operand comes from registers, and
 the weights, which all groups of warps read, from shared memory::
 
-    queries     1 warp    queries of a request            -> one buffer         (bulk copy)
+    prepare     1 warp    queries of a request             -> one buffer         (bulk copy)
+                          log2(sigma / RANGE) of a tile    -> ``STAGES`` words
     rows        1 warp    a tile of 64 cached rows         -> ``STAGES`` buffers (bulk copies)
     weigh       4 warps   softmax of a tile, beside Q K of the next -> ``SLOTS`` buffers
     accumulate  4 warps   half of the columns of P V; twice
@@ -13,7 +14,9 @@ the weights, which all groups of warps read, from shared memory::
 So values never return to shared memory: ldmatrix transposes pairs of columns, and each thread
 separates them into FP16 (exact) or groups four tokens of a column for the FP8 product.
 
-The recursion and the shape suffixes are those of :mod:`tpla.kernels.hopper_decode`.
+Sums are rescaled only in tiles that change a row's reference; which these are, the warps that
+weigh tell by a word each. The recursion and the shape suffixes are those of
+:mod:`tpla.kernels.hopper_decode`.
 """
 
 from __future__ import annotations
@@ -28,14 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tpla.kernels.hopper_partitions import prepare
 from tpla.kernels.hopper_tiles import (
     LOGITS,
     QUARTERS,
     produce,
-    produce_queries,
     range_of,
     requests_of,
-    scale_level,
     softmax,
     start_logits,
     token_scales,
@@ -70,8 +72,18 @@ def _clear_unused(words_s, valid):
         some_s.store(gl.where((token < valid)[:, None], some_s.load(LOAD), 0))
 
 
+_ANY_CHANGED = gl.constexpr(
+    "{ .reg .pred row, any; setp.neu.f32 row, $2, 0f3F800000; "
+    "setp.neu.or.f32 row, $3, 0f3F800000, row; vote.sync.any.pred any, row, 0xffffffff; "
+    "selp.b32 $0, 1, 0, any; selp.b32 $1, 1, 0, any; }"
+)
+"""Of a thread's two factors and the others of its warp."""
+
+
 @gluon.jit
-def _hand_over(weight, decay, weight_buf, factor_s, first_chunk, FP8_VALUES: gl.constexpr):
+def _hand_over(
+    weight, decay, weight_buf, factor_s, changed_s, first_chunk, FP8_VALUES: gl.constexpr
+):  # fmt: skip
     """P' of a tile, and the factor of what was accumulated before, into shared memory."""
     M: gl.constexpr = weight.shape[0]
     K: gl.constexpr = weight.shape[1]
@@ -85,6 +97,23 @@ def _hand_over(weight, decay, weight_buf, factor_s, first_chunk, FP8_VALUES: gl.
         weight_buf.index(first_chunk).store(left)
         weight_buf.index(first_chunk + 1).store(right)
     factor_s.store(decay)
+    changed_s.store(
+        gl.inline_asm_elementwise(
+            _ANY_CHANGED, "=r,=r,f,f", [decay], dtype=gl.int32, is_pure=True, pack=2
+        )
+    )
+
+
+@gluon.jit
+def _changed(changed_s):
+    """Whether a factor of any row is not 1."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    M: gl.constexpr = changed_s.shape[0]
+    WARP_ROWS: gl.constexpr = 16
+    changed = changed_s.slice(0, 1).load(one)
+    for row in gl.static_range(WARP_ROWS, M, WARP_ROWS):
+        changed = changed | changed_s.slice(row, 1).load(one)
+    return gl.max(changed, 0) != 0
 
 
 @gluon.jit
@@ -93,10 +122,11 @@ def weigh(
     CHUNKS: gl.constexpr, FP8_VALUES: gl.constexpr, LN2: gl.constexpr,
 ):  # fmt: skip
     """Four warps: weights of 64 query rows; at the end of a request, what divides their sums."""
-    query_bufs, tile_bufs, words_buf, weight_bufs = buffers
+    query_bufs, tile_bufs, level_bufs, words_buf, weight_bufs = buffers
     q_buf, q_rope_buf, q_full, q_empty = query_bufs
     latent_buf, rope_buf, scale_buf, full, empty = tile_bufs
-    weight_buf, factor_buf, weight_full, weight_empty = weight_bufs
+    _scale_buf, level_buf, _full, level_full = level_bufs
+    weight_buf, factor_buf, changed_buf, weight_full, weight_empty = weight_bufs
     length_ptr, part_ptr = schedule
     _out_ptr, lse_ptr, _partial_ptr, partial_lse_ptr = results
     rows, heads, queries, softmax_scale_log2 = shape
@@ -133,21 +163,23 @@ def weigh(
                 following = gl.where(tile + 1 < stop, here + 1, here)
                 ahead = following % STAGES
                 k_scale = token_scales(scale_buf.index(stage), tile * K, length)
-                level = scale_level(k_scale, FP8_VALUES)
                 if (tile + 1) * K > length:
                     _clear_unused(words_buf.index(stage), length - tile * K)
                 mbarrier.wait(full.index(ahead), (following // STAGES) & 1)
                 next_s = start_logits(q_s, q_rope_s, latent_buf.index(ahead), rope_buf.index(ahead))
+                mbarrier.wait(level_full.index(stage), (here // STAGES) & 1)
+                level = level_buf.index(stage).load(gl.SliceLayout(1, LOGITS))
                 weight, decay, top, ref, total_4 = softmax(
                     s, k_scale, level, row_scale, last_seen, tile * K, all_see, top,
-                    ref, total_4, FP8_VALUES,
+                    ref, total_4, True,
                 )  # fmt: skip
                 turn = handed + tile - first
                 slot = turn % SLOTS
                 mbarrier.wait(weight_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
                 _hand_over(
-                    weight, decay, weight_buf, factor_buf.index(slot), slot * CHUNKS, FP8_VALUES
-                )
+                    weight, decay, weight_buf, factor_buf.index(slot), changed_buf.index(slot),
+                    slot * CHUNKS, FP8_VALUES,
+                )  # fmt: skip
                 fence_async_shared()
                 s = warpgroup_mma_wait(0, deps=[next_s])
                 gl.thread_barrier()
@@ -311,7 +343,7 @@ def accumulate(
 ):  # fmt: skip
     """Four warps: half of the latent's columns, as two sums of columns by query rows."""
     latent_buf, full, empty, weight_bufs = buffers
-    weight_buf, factor_buf, weight_full, weight_empty = weight_bufs
+    weight_buf, factor_buf, changed_buf, weight_full, weight_empty = weight_bufs
     length_ptr, part_ptr = schedule
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr = results
     K: gl.constexpr = 64
@@ -351,10 +383,13 @@ def accumulate(
                 mbarrier.wait(weight_full.index(slot), (turn // SLOTS) & 1)
                 if (tile + 1) * K > length:  # what lies behind the length was cleared only now
                     words = _words(latent, TOKENS, 0)
-                decay = factor_buf.index(slot).load(gl.SliceLayout(0, layout))
+                if _changed(changed_buf.index(slot)):
+                    decay = factor_buf.index(slot).load(gl.SliceLayout(0, layout))[None, :]
+                    left = left * decay
+                    right = right * decay
                 left, right, words = _add_tile(
-                    left * decay[None, :], right * decay[None, :], words, latent, following,
-                    weight_buf, slot * CHUNKS, CHUNKS, FP8_VALUES,
+                    left, right, words, latent, following, weight_buf, slot * CHUNKS, CHUNKS,
+                    FP8_VALUES,
                 )  # fmt: skip
                 gl.thread_barrier()
                 mbarrier.arrive(weight_empty.index(slot), count=1)
@@ -413,10 +448,17 @@ def wide_decode_kernel(
     factor_buf = gl.allocate_shared_memory(
         gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
+    changed_buf = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    level_buf = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    level_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     weight_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     weight_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     mbarrier.init(q_full, count=1)
@@ -424,20 +466,22 @@ def wide_decode_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
+        mbarrier.init(level_full.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(weight_full.index(i), count=1)
         mbarrier.init(weight_empty.index(i), count=2)
     fence_async_shared()
     query_bufs = (q_buf, q_rope_buf, q_full, q_empty)
     tile_bufs = (latent_buf, rope_buf, scale_buf, full, empty)
-    weight_bufs = (weight_buf, factor_buf, weight_full, weight_empty)
+    weight_bufs = (weight_buf, factor_buf, changed_buf, weight_full, weight_empty)
+    level_bufs = (scale_buf, level_buf, full, level_full)
     pairs_buf = latent_buf._reinterpret(
         gl.int16, [STAGES, K, WIDTH // 2], gl.NVMMASharedLayout(128, 16, 2)
     )
     words_buf = latent_buf._reinterpret(
         gl.int32, [STAGES, K, WIDTH // 4], gl.NVMMASharedLayout(128, 32, 2)
     )
-    weigh_bufs = (query_bufs, tile_bufs, words_buf, weight_bufs)
+    weigh_bufs = (query_bufs, tile_bufs, level_bufs, words_buf, weight_bufs)
     value_bufs = (pairs_buf, full, empty, weight_bufs)
     schedule = (length_ptr, part_ptr)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
@@ -453,7 +497,8 @@ def wide_decode_kernel(
             (weigh, (weigh_bufs, q_scale_ptr, schedule, results, shape, STAGES, SLOTS, CHUNKS,
                      FP8_VALUES, LN2)),
             (produce, (tile_bufs, rows_in, schedule, ROPE_COLUMN, SCALE_COLUMN, PAGE, STAGES)),
-            (produce_queries, (query_bufs, (q_desc, q_rope_desc), part_ptr, rows, 1)),
+            (prepare, (query_bufs, level_bufs, (q_desc, q_rope_desc), schedule, rows, 1, STAGES,
+                       FP8_VALUES)),
         ],
         [4, 4, 1, 1],
         [176, 128, 32, 32],

@@ -75,6 +75,8 @@ def weigh_blocks(
 ) -> torch.Tensor:
     """The recursion itself, in the dtype of the logits: only P' is rounded, block by block.
 
+    References are held in FP8 alone: FP16 rounds alike wherever a reference lies.
+
     A kernel's parts begin it anew. That moves a weight's rounding where the floor of the reference
     holds, 2^-40 below the largest, and in FP8 where the reference is an earlier block's.
 
