@@ -16,8 +16,8 @@ import triton.language as tl
 from tpla.kernels.dependent_launch import launches_dependents
 
 _LN2 = 0.6931471805599453
-_BLOCK = 4096
-"""Numbers that a program reads at once, of one row."""
+_BLOCK_BYTES = 8192
+"""What a program reads at once, of one row."""
 _MOST_SPLITS = 64
 _PROGRAMS = 4096
 """About as many of one warp as run at once; where there were more, each takes more rows."""
@@ -112,7 +112,7 @@ def combine_splits(
         lse_BM: likewise, float32, natural logarithm.
     """
     batch, rows, width = out_BML.shape
-    splits, columns = _block(partial_SML.shape[0] // 2, batch, width)
+    splits, columns = _block(partial_SML, batch)
     column_blocks = triton.cdiv(width, columns)
     rows_each = triton.next_power_of_2(triton.cdiv(rows * batch * column_blocks, _PROGRAMS))
     rows_each = min(rows_each, _MOST_ROWS)
@@ -135,8 +135,10 @@ def combine_splits(
     )
 
 
-def _block(parts: int, batch: int, width: int) -> tuple[int, int]:
+def _block(partial_SML: torch.Tensor, batch: int) -> tuple[int, int]:
     """Splits and columns that a program reads at once: splits first, as many as a request of
     average length has."""
-    splits = min(triton.next_power_of_2(triton.cdiv(parts, batch) + 1), _MOST_SPLITS)
-    return splits, min(triton.next_power_of_2(width), _BLOCK // splits)
+    slots, _, width = partial_SML.shape
+    splits = min(triton.next_power_of_2(triton.cdiv(slots // 2, batch) + 1), _MOST_SPLITS)
+    columns = _BLOCK_BYTES // (splits * partial_SML.element_size())
+    return splits, min(triton.next_power_of_2(width), columns)

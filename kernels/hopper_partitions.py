@@ -243,6 +243,13 @@ def _sectors(rows, columns):
 
 
 @gluon.jit
+def _store(pointers, values, mask):
+    """Values rounded to what the pointers point to, in the order of the pointers."""
+    rounded = values.to(pointers.dtype.element_ty)
+    gl.store(pointers, gl.convert_layout(rounded, pointers.type.layout), mask=mask)
+
+
+@gluon.jit
 def _write(
     out, lse, column, row, m0, slot, whole, results, shape, WRITES_LSE: gl.constexpr,
     PADDED: gl.constexpr, COLUMNS: gl.constexpr, LN2: gl.constexpr,
@@ -260,15 +267,13 @@ def _write(
         mask = mask & (d < COLUMNS)[None, :]
     if whole:
         at = (row + m)[:, None] * COLUMNS + d[None, :]
-        rounded = gl.convert_layout(out.to(out_ptr.dtype.element_ty), STORED)
-        gl.store(out_ptr + at, rounded, mask=mask)
+        _store(out_ptr + at, out, mask)
         if WRITES_LSE:
             gl.store(lse_ptr + row + m_lse, lse * LN2, mask=m_lse < rows)
     else:
         base = slot.to(gl.int64) * rows
         at = (base + m)[:, None] * COLUMNS + d[None, :]
-        rounded = gl.convert_layout(out.to(partial_ptr.dtype.element_ty), STORED)
-        gl.store(partial_ptr + at, rounded, mask=mask)
+        _store(partial_ptr + at, out, mask)
         if WRITES_LSE:
             gl.store(partial_lse_ptr + base + m_lse, lse, mask=m_lse < rows)
 
