@@ -25,7 +25,7 @@ from tpla.core.latent_layout import KVFormat, LatentLayout
 from tpla.kernels.decode_workspace import DecodeTiling, DecodeWorkspace, default_tiling
 from tpla.kernels.hopper_decode import require_fp8_values
 from tpla.kernels.latent_decode import latent_decode
-from tpla.kernels.ref.latent_decode import blockwise_decode
+from tpla.kernels.ref.latent_decode import blockwise_decode, exact_decode
 from tpla.kernels.ref.latent_rows import pack_rows
 
 pytestmark = pytest.mark.gpu
@@ -115,19 +115,34 @@ def test_matches_an_emulation_of_its_recursion(heads: int, fp8_values: bool) -> 
     shape = case(heads, 256, lengths=(1000,), spread=0.5)
     shape = replace(shape, tiling=replace(shape.tiling, fp8_values=fp8_values), multiprocessors=1)
     inputs = build(shape)
-    assert inputs.q_scale_BQH is not None
-    token = torch.arange(1000, device="cuda")
-    slot = inputs.table_BN[0][token // 64].long() * 64 + token % 64
-    emulated = blockwise_decode(
-        inputs.q_latent_BQHL[0], inputs.q_rope_BQHD[0], inputs.q_scale_BQH[0],
-        inputs.rows_SB[slot], shape.layout, inputs.softmax_scale,
-        *((torch.float8_e4m3fn, 448.0) if fp8_values else (torch.float16, 1024.0)),
-    )  # fmt: skip
+    # Two consumers take every other tile of 64 rows each, and hold references of their own.
+    shares = [_emulated(inputs, fp8_values, every, 2) for every in range(2)]
+    if heads == 128:
+        shares = [_emulated(inputs, fp8_values, 0, 1)]
+    share = torch.stack([lse for _, lse in shares]).softmax(0)[..., None]
+    emulated = (share * torch.stack([out for out, _ in shares])).sum(0)
     out, _ = inputs.run()
     against_exact = cosine_difference(out, exact(inputs)[0])
     against_emulation = cosine_difference(out[0], emulated)
     assert against_emulation <= (1e-5 if fp8_values else 2e-6)
     assert not fp8_values or against_emulation < against_exact
+
+
+def _emulated(
+    inputs: DecodeInputs, fp8_values: bool, first: int, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recursion over every ``step``-th tile of request 0, and its exact log-sum-exp."""
+    assert inputs.q_scale_BQH is not None
+    token = torch.arange(inputs.case.lengths[0], device="cuda")
+    token = token[token // 64 % step == first]
+    rows = inputs.rows_SB[inputs.table_BN[0][token // 64].long() * 64 + token % 64]
+    query = (inputs.q_latent_BQHL[:1], inputs.q_rope_BQHD[:1], inputs.q_scale_BQH[:1])
+    layout, scale = inputs.case.layout, inputs.softmax_scale
+    rounding = (torch.float8_e4m3fn, 448.0) if fp8_values else (torch.float16, 1024.0)
+    table = torch.arange(len(rows), dtype=torch.int32, device="cuda")[None]
+    length = torch.tensor([len(rows)], dtype=torch.int32, device="cuda")
+    _, lse = exact_decode(*query, rows, table, length, layout, 1, scale)
+    return blockwise_decode(*(each[0] for each in query), rows, layout, scale, *rounding), lse[0]
 
 
 @pytest.mark.parametrize(
