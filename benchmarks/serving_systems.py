@@ -65,9 +65,7 @@ SYSTEMS = (
     ServingSystem("tpla-bf16", 2, "bf16", tpla_mode="tpla"),
     ServingSystem("snapmla", 1, "fp8", tpla_mode="snapmla"),
     ServingSystem("snapmla-pv-fp8", 1, "fp8", tpla_mode="snapmla", flags=_PV_FP8),
-    ServingSystem(
-        "snapmla-dp-pv-fp8", 1, "fp8", tpla_mode="snapmla", flags=(*_PV_FP8, *_DP), dp=2
-    ),
+    ServingSystem("snapmla-dp-pv-fp8", 1, "fp8", tpla_mode="snapmla", flags=(*_PV_FP8, *_DP), dp=2),
 )
 BASELINE = "sglang-bf16"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.unit.group_peers import (
     seconds_until,
 )
 from tests.unit.transfer_pair import eventually
-from tpla.core.config import FaultPlan
+from tpla.core.config import FaultPlan, TransferTimeouts
 from tpla.core.latent_layout import KVFormat
 from tpla.workers.transfer import group_plane
 
@@ -39,6 +40,8 @@ BF16 = Cache(
     page_size=64, core_dims=(0,) * 61, pages=60, kv_lora_rank=512, qk_rope_head_dim=64,
     row_align=16, backend="nccl", chunk_bytes=16 << 20, groups=1, kv_format=KVFormat.BF16,
 )  # fmt: skip
+# The first rows of a machine wait for kernels that are compiled and for NCCL's first connection.
+PATIENT = TransferTimeouts(handshake=20, reserve=20, push=20, ack=20)
 SOURCE, TARGET = list(range(FP8.pages)), list(reversed(range(FP8.pages)))
 LIMIT = PATIENCE.push + 2
 
@@ -75,6 +78,7 @@ def arrives(prefill: Prefill, decode: Process, room: int) -> bool:
 
 @pytest.mark.parametrize("cache", [FP8, BF16], ids=["fp8", "bf16"])
 def test_pages_of_61_layers_arrive_bit_for_bit(closing: Closing, cache: Cache) -> None:
+    cache = replace(cache, patience=PATIENT)
     prefill = closing(Prefill(cache))
     decode = closing(Process(decode_process, cache, ROOM, TARGET))
     assert decode.pipe.recv() == "ready"

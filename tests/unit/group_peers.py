@@ -48,6 +48,7 @@ class Cache:
     row_align: int = 4
     backend: str = "gloo"
     chunk_bytes: int = 1 << 12
+    patience: TransferTimeouts = PATIENCE
 
     @property
     def layout(self) -> CacheLayout:
@@ -101,10 +102,10 @@ class Prefill:
         self.events = Events()
         link = ZmqServerLink("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{link.port}"
-        plane: SendingPlane = GroupSendingPlane(self.source, cache.backend, PATIENCE)
+        plane: SendingPlane = GroupSendingPlane(self.source, cache.backend, cache.patience)
         if fault is not None:
             plane = FaultySendingPlane(plane, fault)
-        self.sender = PrefillSender(link, plane, cache.identity("p"), PATIENCE, self.events)
+        self.sender = PrefillSender(link, plane, cache.identity("p"), cache.patience, self.events)
 
     def rows(self, pages: list[int], layout: CacheLayout) -> Rows:
         """What a decode rank must hold of ``pages``."""
@@ -131,10 +132,11 @@ class Decode:
         self.pool = cache.decode_pool()
         self.events = Events()
         self.lost: list[str] = []
-        plane = GroupReceivingPlane(decode_pages(self.pool), cache.backend, PATIENCE)
+        plane = GroupReceivingPlane(decode_pages(self.pool), cache.backend, cache.patience)
         self.receiver = DecodeReceiver(
-            ZmqClientLink("d"), plane, cache.identity("d"), PATIENCE, self.events, self.lost.append
-        )
+            ZmqClientLink("d"), plane, cache.identity("d"), cache.patience, self.events,
+            self.lost.append,
+        )  # fmt: skip
 
     def reserve(self, room: int, endpoint: str, pages: list[int], ranks: int = 1) -> None:
         """Ask ``endpoint`` for the room's rows."""
