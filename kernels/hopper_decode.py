@@ -52,8 +52,8 @@ from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import LatentLayout
 from tpla.kernels.decode_call import DecodeCall
 from tpla.kernels.decode_workspace import DecodeTiling
-from tpla.kernels.hopper_partitions import consume, convert, prepare
-from tpla.kernels.hopper_tiles import produce
+from tpla.kernels.hopper_partitions import consume, convert
+from tpla.kernels.hopper_tiles import prepare, produce
 from tpla.kernels.hopper_wide import wide_decode_kernel
 
 _LN2 = 0.6931471805599453

@@ -161,6 +161,34 @@ def scale_level(k_scale, FP8_VALUES: gl.constexpr):
 
 
 @gluon.jit
+def prepare(
+    query_bufs, level_bufs, queries_in, schedule, rows, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, FP8_VALUES: gl.constexpr,
+):  # fmt: skip
+    """One warp: ask for the queries of request after request, and weigh each tile's scales."""
+    scale_buf, level_buf, full, level_full = level_bufs
+    length_ptr, part_ptr = schedule
+    K: gl.constexpr = 64
+    column: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 1], [1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    part = gl.program_id(1)
+    begin, end = requests_of(part_ptr, part)
+    number = 0
+    for request in range(begin, end):
+        ask_for_queries(query_bufs, queries_in, request, request - begin, rows, BLOCKS)
+        length, first, stop, _tiles = range_of(part_ptr, length_ptr, part, request, K)
+        for tile in range(first, stop):
+            stage = number % STAGES
+            mbarrier.wait(full.index(stage), (number // STAGES) & 1)
+            k_scale = scale_buf.index(stage).slice(0, 1, dim=1).load(column).reshape([K])
+            token = tile * K + gl.arange(0, K, layout=k_scale.type.layout)
+            level = scale_level(gl.where(token < length, k_scale, 0.0), FP8_VALUES)
+            level_buf.index(stage).store(gl.full([1], level, gl.float32, one))
+            mbarrier.arrive(level_full.index(stage), count=1)
+            number += 1
+
+
+@gluon.jit
 def softmax(
     s, k_scale, level, row_scale, last_seen, first_token, all_see, top, ref, total,
     HOLDS: gl.constexpr,

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tpla.kernels.hopper_partitions import prepare
 from tpla.kernels.hopper_tiles import (
     LOGITS,
     QUARTERS,
+    prepare,
     produce,
     range_of,
     requests_of,
