@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tpla.kernels.hopper_tiles import (
     LOGITS,
     QUARTERS,
+    factor_vote,
     range_of,
     requests_of,
     softmax,
@@ -280,19 +281,16 @@ def _rescaled(acc, decay):
     )
 
 
-_PACK = 32
-"""Sums that one piece of assembly takes: of two rows, whose factors are those of 0 and 2."""
-_RESCALE = gl.constexpr(
-    "{ .reg .pred row, any; "
-    f"setp.neu.f32 row, ${2 * _PACK}, 0f3F800000; "
-    f"setp.neu.or.f32 row, ${2 * _PACK + 2}, 0f3F800000, row; "
-    "vote.sync.any.pred any, row, 0xffffffff; "
-    + " ".join(f"mov.b32 ${i}, ${_PACK + i};" for i in range(_PACK))
-    + " @!any bra DONE; "
-    + " ".join(f"mul.f32 ${i}, ${i}, ${2 * _PACK + i};" for i in range(_PACK))
-    + " DONE: }"
-)
-_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * _PACK + ["f"] * (2 * _PACK)))
+def _rescale(pack: int) -> str:
+    """PTX for so many sums of two rows, whose factors are those of sums 0 and 2."""
+    keep = " ".join(f"mov.b32 ${i}, ${pack + i};" for i in range(pack))
+    scale = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
+    return f"{{ {factor_vote(2 * pack, 2 * pack + 2)} {keep} @!any bra DONE; {scale} DONE: }}"
+
+
+_PACK = gl.constexpr(32)
+_RESCALE = gl.constexpr(_rescale(_PACK.value))
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * _PACK.value + ["f"] * (2 * _PACK.value)))
 
 
 @gluon.jit
@@ -300,7 +298,7 @@ def _rescaled_where_needed(acc, decay):
     """Sums times a factor of their row; a warp all of whose factors are 1 skips it."""
     factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.inline_asm_elementwise(
-        _RESCALE, _RESCALE_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+        _RESCALE, _RESCALE_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=_PACK
     )
 
 

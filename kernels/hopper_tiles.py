@@ -188,6 +188,19 @@ def prepare(
             number += 1
 
 
+def factor_vote(first: int, second: int) -> str:
+    """PTX that sets ``any``: whether a factor of a warp's rows is not 1.
+
+    A thread has the factors of two rows, in the operands ``first`` and ``second``.
+    """
+    return (
+        ".reg .pred row, any; "
+        f"setp.neu.f32 row, ${first}, 0f3F800000; "
+        f"setp.neu.or.f32 row, ${second}, 0f3F800000, row; "
+        "vote.sync.any.pred any, row, 0xffffffff;"
+    )
+
+
 @gluon.jit
 def softmax(
     s, k_scale, level, row_scale, last_seen, first_token, all_see, top, ref, total,

@@ -94,14 +94,14 @@ def weigh_blocks(
     total_QH = torch.zeros_like(logits_QHK[..., 0])
     top_QH = torch.full_like(total_QH, -1e30)
     ref_QH = top_QH
+    holds = weight_dtype == torch.float8_e4m3fn
+    headroom = _REF_HEADROOM if holds else 0.0
     for start in range(0, len(values_KL), _BLOCK_TOKENS):
         block = slice(start, start + _BLOCK_TOKENS)
         logits, scale = logits_QHK[..., block], scale_QK[:, None, block]
         sigma_Q1 = scale.amax(-1).clamp_min(_SIGMA_FLOOR)
         level_QH = logits.amax(-1) + torch.log2(sigma_Q1) - math.log2(weight_range)
         top_QH = torch.maximum(top_QH, level_QH)
-        holds = weight_dtype == torch.float8_e4m3fn
-        headroom = _REF_HEADROOM if holds else 0.0
         new_ref_QH = torch.maximum(level_QH + headroom, top_QH - _REF_FLOOR)
         if holds:
             held_QH = (level_QH <= ref_QH) & (level_QH >= ref_QH - _REF_HOLD)

@@ -115,10 +115,9 @@ def test_matches_an_emulation_of_its_recursion(heads: int, fp8_values: bool) -> 
     shape = case(heads, 256, lengths=(1000,), spread=0.5)
     shape = replace(shape, tiling=replace(shape.tiling, fp8_values=fp8_values), multiprocessors=1)
     inputs = build(shape)
-    # Two consumers take every other tile of 64 rows each, and hold references of their own.
-    shares = [_emulated(inputs, fp8_values, every, 2) for every in range(2)]
-    if heads == 128:
-        shares = [_emulated(inputs, fp8_values, 0, 1)]
+    # Of 64 rows two consumers take every other tile each, and hold references of their own.
+    step = 2 if heads == 64 else 1
+    shares = [_emulated(inputs, fp8_values, first, step) for first in range(step)]
     share = torch.stack([lse for _, lse in shares]).softmax(0)[..., None]
     emulated = (share * torch.stack([out for out, _ in shares])).sum(0)
     out, _ = inputs.run()

@@ -23,7 +23,7 @@ from tests.unit.group_peers import (
     seconds_until,
 )
 from tests.unit.transfer_pair import eventually
-from tpla.core.config import FaultPlan, TransferTimeouts
+from tpla.core.config import FaultPlan
 from tpla.core.latent_layout import KVFormat
 from tpla.workers.transfer import group_plane
 
@@ -41,7 +41,7 @@ BF16 = Cache(
     row_align=16, backend="nccl", chunk_bytes=16 << 20, groups=1, kv_format=KVFormat.BF16,
 )  # fmt: skip
 # The first rows of a machine wait for kernels that are compiled and for NCCL's first connection.
-PATIENT = TransferTimeouts(handshake=20, reserve=20, push=20, ack=20)
+PATIENT = PATIENCE.model_copy(update={"push": 20.0, "ack": 20.0})
 SOURCE, TARGET = list(range(FP8.pages)), list(reversed(range(FP8.pages)))
 LIMIT = PATIENCE.push + 2
 
