@@ -29,7 +29,7 @@ SELECTIONS = (
     (_DECODE, "-k", _FLOAT64),
     (_DECODE, "-k", _REPEATED),
     (_DECODE, "-k", f"not {_FLOAT64} and not ({_REPEATED})"),
-    ("tests/gpu/test_helpers.py",),
+    ("tests/gpu/test_helpers.py", "tests/gpu/test_staging.py"),
     ("tests/kernels",),
 )
 """What each process runs; together every kernel test once."""

@@ -22,7 +22,8 @@ _SOURCES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _BLOCK_TOKENS = 16
 
 
-@triton.jit
+# One binary for chunks of any number of pages, else some of a transfer wait for a compilation.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["pages_ptr"])
 def _gather_kernel(
     layer_pointer_ptr,
     pages_ptr,

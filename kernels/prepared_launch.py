@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 
@@ -36,14 +37,26 @@ class PreparedLaunch:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
         self._arguments = tuple(named[name] for name in kernel.arg_names)
+        # A launcher asks the driver about each tensor that it gets, and about no address.
+        self._addressed = tuple(
+            each.data_ptr() if isinstance(each, torch.Tensor) else each for each in self._arguments
+        )
         self._num_warps = num_warps
         self._binary: Callable[..., None] | None = None
 
+    def compile(self) -> None:
+        """Do now what the first call would wait for, on the device that is current."""
+        if self._binary is None:
+            compiled = self._kernel.warmup(
+                *self._arguments, grid=self._grid, num_warps=self._num_warps
+            )
+            if compiled is not None:  # the interpreter compiles nothing
+                self._binary = compiled[self._grid]
+
     def __call__(self) -> None:
         """Begin it; nothing is synchronised."""
+        self.compile()
         if self._binary is not None:
-            self._binary(*self._arguments)
-            return
-        compiled = self._kernel[self._grid](*self._arguments, num_warps=self._num_warps)
-        if compiled is not None:  # the interpreter compiles nothing
-            self._binary = compiled[self._grid]
+            self._binary(*self._addressed)
+        else:
+            self._kernel[self._grid](*self._arguments, num_warps=self._num_warps)

@@ -20,7 +20,8 @@ from tpla.kernels.ref import row_digest as ref
 _BLOCK_WORDS = 4096
 
 
-@triton.jit(do_not_specialize=["words"])
+# One binary for chunks of any number of pages, else some of a transfer wait for a compilation.
+@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["digest_ptr"])
 def _digest_kernel(
     word_ptr,
     digest_ptr,

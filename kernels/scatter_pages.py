@@ -19,7 +19,8 @@ from tpla.kernels.prepared_launch import PreparedLaunch
 _BLOCK_WORDS = 2048
 
 
-@triton.jit(do_not_specialize=["pages"])  # else some chunks of a transfer wait for a compilation
+# One binary for chunks of any number of pages, else some of a transfer wait for a compilation.
+@triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["pages_ptr"])
 def _scatter_kernel(
     word_ptr,
     layer_pointer_ptr,

@@ -7,7 +7,7 @@
 
 Nothing here waits for the device but :meth:`CudaIncoming.intact`. All launches are made on a stream
 of the transfer's own, and prepared once for chunks of as many pages: the host must be done with a
-chunk before the wire is.
+chunk before the wire is. What they run is compiled when the memory is made, not for the first rows.
 
 Shape suffixes: N pages, B bytes, W 64-bit words.
 """
@@ -78,6 +78,9 @@ class _CudaStaging:
         self._digests, self._prepare, self._stream = digests, prepare, stream
         self._moved = torch.cuda.Event()
         self._chunks: dict[int, _Chunk] = {}
+        with torch.cuda.stream(stream):  # whose device the kernels are compiled for
+            for launch in self._chunk(pages).launches:
+                launch.compile()
 
     def _chunk(self, count: int) -> _Chunk:
         """Of ``count`` pages, prepared when the first one comes."""
