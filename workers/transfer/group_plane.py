@@ -123,9 +123,14 @@ class GroupOutbox:
     def connect(self, handler: OutboxHandler) -> None:
         """As the protocol's; NCCL connects at a lane's first operation, so that is done here.
 
-        A rank that is not there is waited for by the channel, which can be told to stop.
+        So is what the buffers' kernels are compiled for, seconds at most, before the other rank is
+        waited for. One that is not there is waited for by the channel, which can be told to stop.
         """
         device, patience = self._source.device, self._timeouts.handshake
+        size = max(self.chunk_bytes, self._page_bytes)
+        self._buffers = [
+            _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
+        ]
         begun = time.monotonic()
         self._channel = accept(self._listener, patience, self._timeouts.push)
         if self._cancelled.is_set():
@@ -135,10 +140,6 @@ class GroupOutbox:
         self._reader.start()
         left = _left(begun, patience)
         self._group = join_group(self._backend, self._store, PREFILL_RANK, device, left, patience)
-        size = max(self.chunk_bytes, self._page_bytes)
-        self._buffers = [
-            _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
-        ]
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
             pending = self._group.send(greeting)
@@ -257,9 +258,10 @@ class GroupInbox:
         if self._channel is not None:
             self._channel.shut()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float) -> bool:
         """As the protocol's."""
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -278,31 +280,36 @@ class GroupInbox:
 
     def _connect(self) -> None:
         device, patience = self._sink.device, self._timeouts.handshake
+        size = max(CHUNK_BYTES, self._page_bytes)
+        self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         host, begun = urlsplit(self._peer).hostname or "", time.monotonic()
         store = join_store(host, self._port, patience)
         port = int(store.get(_CHANNEL_KEY))
         self._channel = dial(host, port, _left(begun, patience), self._timeouts.push)
         left = _left(begun, patience)
         self._group = join_group(self._backend, store, DECODE_RANK, device, left, patience)
-        size = max(CHUNK_BYTES, self._page_bytes)
-        self._free.extend(self._sink.staging(size) for _ in range(RECEIVING_BUFFERS))
         greeting = torch.zeros(_GREETING_WORDS, dtype=torch.int64, device=device)
         for _ in range(self._group.lanes):
             pending = self._group.recv(greeting)
             _wait(pending, begun, patience, self._cancelled, f"{self._peer} to join")
 
     def _turn(self) -> None:
-        """Go on with whatever can go on, else wait for a message or a moment."""
+        """Go on with whatever can go on, else wait for a message or a moment.
+
+        Messages are looked for first: the rows that one announces cannot be sent before they are
+        begun here, and what a moment's pause would cost them the wire stands idle.
+        """
         assert self._channel is not None
+        self._messages.extend(self._channel.receive())
         if self._take() or self._store_first() or self._free_first():
             self._progressed = time.monotonic()
-            return
-        if self._owed and not self._ends():  # nobody waits for credit, a room's end is waited for
+        elif self._owed and not self._ends():  # nobody waits for credit, a room's end is waited for
             self._channel.send(Credit(self._owed))
             self._owed = 0
-        if self._busy():
+        elif self._busy():
             time.sleep(0 if self._hurries() else _POLL_SECONDS)
-        self._messages.extend(self._channel.receive(waits=not self._busy()))
+        else:
+            self._messages.extend(self._channel.receive(waits=True))
 
     def _take(self) -> bool:
         """Do what the next message says, if its time has come."""
