@@ -36,7 +36,7 @@ from tpla.core.errors import (
 from tpla.core.messages import Abort, Ack, Chunk, Credit, Done, Dropped, Hello, Reserve
 from tpla.workers.transfer import group_plane
 from tpla.workers.transfer.pair_channel import PairChannel
-from tpla.workers.transfer.pair_group import host_store, join_group, join_store
+from tpla.workers.transfer.pair_group import GlooGroup, host_store, join_group, join_store
 from tpla.workers.transfer.pusher import Pusher
 from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
@@ -133,6 +133,28 @@ def test_what_is_said_of_rows_takes_the_way_of_the_pair_and_not_the_link(
     assert migrate(closing(Prefill(CACHE)), closing(Decode(CACHE)), ROOM)
     assert Reserve in said
     assert not said & {Chunk, Credit, Done, Ack}
+
+
+@pytest.mark.parametrize("gone", ["decode", "prefill"])
+def test_a_rank_that_closes_waits_for_what_it_holds_of_a_lost_peer(
+    monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    abort, thread = GlooGroup.abort, {"decode": "tpla-push", "prefill": "tpla-pull"}[gone]
+
+    def slowly(group: GlooGroup) -> None:
+        if threading.current_thread().name.startswith(thread):
+            time.sleep(1)
+        abort(group)
+
+    monkeypatch.setattr(GlooGroup, "abort", slowly)
+    prefill, decode = Prefill(CACHE), Decode(CACHE)
+    assert migrate(prefill, decode, ROOM)
+    ranks: list[tuple[Any, Any]] = [(prefill, prefill.sender), (decode, decode.receiver)]
+    (rank, half), (lost, _) = ranks if gone == "decode" else reversed(ranks)
+    lost.close()
+    assert eventually(lambda: half.accounting()["peers"] == 0)
+    rank.close()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(thread)]
 
 
 def test_a_room_that_is_aborted_during_a_chunk_leaves_nothing_and_the_next_one_works(

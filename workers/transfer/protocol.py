@@ -270,8 +270,8 @@ class Inbox(Protocol):
     def close(self) -> None:
         """Give up what is on its way; nothing is delivered afterwards but what is at hand."""
 
-    def join(self, timeout: float) -> None:
-        """Wait until a closed inbox has ended; not from a handler."""
+    def join(self, timeout: float) -> bool:
+        """Wait until a closed inbox has ended, not from a handler; whether it has."""
 
 
 class InboxHandler(Protocol):

@@ -106,9 +106,10 @@ class Pusher:
             self._condition.notify_all()
         self.outbox.cancel()
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has given the outbox back."""
+    def join(self, timeout: float) -> bool:
+        """Wait until the thread has given the outbox back; whether it has."""
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -38,6 +38,7 @@ from tpla.core.messages import (
     Reserve,
     Welcome,
 )
+from tpla.workers.transfer.leaving import Leaving, join_all
 from tpla.workers.transfer.protocol import (
     ArrivedRows,
     Identity,
@@ -93,6 +94,7 @@ class DecodeReceiver:
         self._lock = threading.RLock()
         self._rooms: dict[int, ReceivingRoom] = {}
         self._peers: dict[str, _Peer] = {}
+        self._leaving = Leaving()
         self._next_ping = 0.0
         self._ping_seconds = min(_LONGEST_PING_SECONDS, timeouts.push / 4)
         self.statistics = TransferStatistics()
@@ -173,14 +175,13 @@ class DecodeReceiver:
                 del self._rooms[room]
 
     def close(self) -> None:
-        """Stop the inboxes and the link."""
+        """Stop the inboxes and the link; those of ranks that are gone have ended, too."""
         with self._lock:
-            inboxes = [peer.inbox for peer in self._peers.values() if peer.inbox is not None]
             for peer in self._peers.values():
-                _close_inbox(peer)
+                self._close_inbox(peer)
             self._peers.clear()
-        for inbox in inboxes:
-            inbox.join(_JOIN_SECONDS)
+            leaving = self._leaving.take()
+        join_all(leaving, _JOIN_SECONDS)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:
@@ -352,10 +353,16 @@ class DecodeReceiver:
 
     def _forget_peer(self, peer: str) -> list[int]:
         """Forget a prefill rank, so that a later request greets it anew; returns its rooms."""
-        _close_inbox(self._peers.pop(peer))
+        self._close_inbox(self._peers.pop(peer))
         for state in self._rooms.values():
             state.unacknowledged_aborts.discard(peer)
         return [room for room, state in self._rooms.items() if peer in state.endpoints]
+
+    def _close_inbox(self, peer: _Peer) -> None:
+        if peer.inbox is not None:
+            peer.inbox.close()
+            self._leaving.add(peer.inbox)
+            peer.inbox = None
 
     def _tell_of_loss(self, peer: str, rooms: list[int]) -> None:
         """Fail a lost rank's rooms.
@@ -457,9 +464,3 @@ class DecodeReceiver:
             state = self._rooms.get(room)
             if state is not None and not state.closed:
                 state.deadline = max(state.deadline, deadline)
-
-
-def _close_inbox(peer: _Peer) -> None:
-    if peer.inbox is not None:
-        peer.inbox.close()
-        peer.inbox = None

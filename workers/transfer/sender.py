@@ -39,6 +39,7 @@ from tpla.core.messages import (
     Welcome,
 )
 from tpla.workers.transfer.digest import room_digest
+from tpla.workers.transfer.leaving import Leaving, join_all
 from tpla.workers.transfer.protocol import (
     Identity,
     Link,
@@ -96,6 +97,7 @@ class PrefillSender:
         self._lock = threading.RLock()
         self._rooms: dict[int, _Room] = {}
         self._pushers: dict[str, Pusher] = {}
+        self._leaving = Leaving()
         self.statistics = TransferStatistics()
         link.start(self)
 
@@ -150,13 +152,12 @@ class PrefillSender:
             return state.payload_bytes, state.finished - state.first_push
 
     def close(self) -> None:
-        """Stop the pushers and the link."""
+        """Stop the pushers and the link; those of ranks that are gone have ended, too."""
         with self._lock:
-            pushers = list(self._pushers.values())
-        for pusher in pushers:
-            pusher.stop()
-        for pusher in pushers:
-            pusher.join(_JOIN_SECONDS)
+            for peer in list(self._pushers):
+                self._dismiss(peer)
+            leaving = self._leaving.take()
+        join_all(leaving, _JOIN_SECONDS)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:
@@ -191,13 +192,11 @@ class PrefillSender:
     def on_disconnect(self, peer: str) -> None:
         """A decode rank is gone: its rooms fail."""
         with self._lock:
-            pusher = self._pushers.pop(peer, None)
-            if pusher is None:
+            if not self._dismiss(peer):
                 return
             affected = [room for room, state in self._rooms.items() if peer in state.peers]
             for room in affected:
                 del self._rooms[room].peers[peer]  # it cannot be told
-        pusher.stop()
         logger.warning("decode rank %s is gone, %d rooms fail", peer, len(affected))
         for room in affected:
             self._fail(room, TransferError(f"decode rank {peer} is gone"))
@@ -221,6 +220,15 @@ class PrefillSender:
         for peer in silent:
             self.on_disconnect(peer)
 
+    def _dismiss(self, peer: str) -> bool:
+        """Have a decode rank's pusher end; whether there was one."""
+        pusher = self._pushers.pop(peer, None)
+        if pusher is None:
+            return False
+        pusher.stop()
+        self._leaving.add(pusher)
+        return True
+
     # ---- handshake
 
     def _on_hello(self, peer: str, hello: Hello) -> None:
@@ -230,9 +238,7 @@ class PrefillSender:
             logger.error("refused decode rank %s: %s", peer, error)
             self._link.send(peer, Refuse(str(error)))
             return
-        previous = self._pushers.pop(peer, None)
-        if previous is not None:
-            previous.stop()
+        self._dismiss(peer)
         outbox = self._plane.outbox(peer, layout)
         self._pushers[peer] = Pusher(peer, layout, outbox, self)
         self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
