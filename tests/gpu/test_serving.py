@@ -171,6 +171,16 @@ def not_serving(name: str, worker: Worker) -> str:
     return ""
 
 
+@pytest.fixture
+def few_threads() -> Iterator[None]:
+    """Of torch: each of the reference's many small steps would wait for threads on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("few_threads")
 def test_tokens_are_the_references_choice(fleet: Started) -> None:
     wrong = []
     for decode, worker in fleet.decodes.items():

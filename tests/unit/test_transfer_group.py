@@ -157,6 +157,28 @@ def test_a_rank_that_closes_waits_for_what_it_holds_of_a_lost_peer(
     assert not [each.name for each in threading.enumerate() if each.name.startswith(thread)]
 
 
+def test_a_rank_that_is_closing_takes_no_new_peer(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = GlooGroup.abort
+
+    def slowly(group: GlooGroup) -> None:
+        if threading.current_thread().name.startswith("tpla-push"):
+            time.sleep(1)
+        abort(group)
+
+    monkeypatch.setattr(GlooGroup, "abort", slowly)
+    prefill, late = Prefill(CACHE), closing(Decode(CACHE))
+    assert migrate(prefill, closing(Decode(CACHE)), ROOM)
+    ends = threading.Thread(target=prefill.close)
+    ends.start()
+    assert eventually(lambda: prefill.sender.accounting()["peers"] == 0)
+    late.reserve(ROOM + 1, prefill.endpoint, TARGET)
+    ends.join(10)
+    assert eventually(lambda: ROOM + 1 in late.events.failed)
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("tpla-push")]
+
+
 def test_a_room_that_is_aborted_during_a_chunk_leaves_nothing_and_the_next_one_works(
     closing: Closing,
 ) -> None:

@@ -98,6 +98,7 @@ class PrefillSender:
         self._rooms: dict[int, _Room] = {}
         self._pushers: dict[str, Pusher] = {}
         self._leaving = Leaving()
+        self._closing = False
         self.statistics = TransferStatistics()
         link.start(self)
 
@@ -154,6 +155,7 @@ class PrefillSender:
     def close(self) -> None:
         """Stop the pushers and the link; those of ranks that are gone have ended, too."""
         with self._lock:
+            self._closing = True
             for peer in list(self._pushers):
                 self._dismiss(peer)
             leaving = self._leaving.take()
@@ -174,7 +176,9 @@ class PrefillSender:
     def on_message(self, peer: str, message: Message, payload: memoryview | None) -> None:
         """A decode rank says something."""
         with self._lock:
-            if isinstance(message, Hello):
+            if self._closing:
+                pass  # the link ends in a moment, which tells all of them
+            elif isinstance(message, Hello):
                 self._on_hello(peer, message)
             elif peer not in self._pushers:
                 self._link.send(peer, Dropped("say Hello first"))
