@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -97,7 +98,8 @@ class Setup:
         return self.pages(context) * PAGE_SIZE * system.layout(self.layers).token_bytes
 
 
-def _prefill_pool(setup: Setup) -> Any:
+def prefill_pool(setup: Setup) -> Any:
+    """Random rows for the longest context on the source device."""
     shape = (setup.pages(max(setup.contexts)) * PAGE_SIZE, 1, KV_LORA_RANK + QK_ROPE_HEAD_DIM)
     buffers = [
         torch.randn(shape, dtype=torch.bfloat16, device=setup.source) for _ in range(setup.layers)
@@ -118,7 +120,7 @@ def _decode_pool(setup: Setup, layout: CacheLayout) -> Any:
     )
 
 
-def _decode_process(setup: Setup, system: System, port: int, pipe: Connection) -> None:
+def decode_process(setup: Setup, system: System, port: int, pipe: Connection) -> None:
     """Reserve a room for each number of pages that is asked for."""
     torch.set_num_threads(1)
     sink, events = decode_pages(_decode_pool(setup, system.layout(setup.layers))), RoomEnd()
@@ -141,17 +143,23 @@ def _decode_process(setup: Setup, system: System, port: int, pipe: Connection) -
     receiver.close()
 
 
-class _Prefill:
+Decode = Callable[[Setup, System, int, Connection], None]
+"""What a decode rank's process runs: the port of its prefill rank, and a pipe to it."""
+
+
+class PrefillRank:
     """This process's rank, and the pipe to decode's."""
 
-    def __init__(self, setup: Setup, system: System, pool: Any) -> None:
+    def __init__(
+        self, setup: Setup, system: System, pool: Any, decode: Decode = decode_process
+    ) -> None:
         link, self._events = ZmqServerLink("127.0.0.1"), RoomEnd()
         self._sender = PrefillSender(
             link, _sending_plane(setup, system, link, pool), identity(), TIMEOUTS, self._events
         )
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_decode_process, args=(setup, system, link.port, theirs)
+            target=decode, args=(setup, system, link.port, theirs)
         )
         self._process.start()
         self._room = 0
@@ -212,9 +220,9 @@ def _synchronize(setup: Setup) -> None:
 
 def measure(setup: Setup) -> list[dict[str, Any]]:
     """A row for each system and context."""
-    pool, rows = _prefill_pool(setup), []
+    pool, rows = prefill_pool(setup), []
     for system in SYSTEMS:
-        prefill = _Prefill(setup, system, pool)
+        prefill = PrefillRank(setup, system, pool)
         for context in setup.contexts:
             pages, nbytes = setup.pages(context), setup.nbytes(system, context)
             seconds = [prefill.migrate(pages) for _ in range(_WARM_UPS + setup.repetitions)]
@@ -239,7 +247,7 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
 
 def measure_stages(setup: Setup) -> list[dict[str, Any]]:
     """A row for each stage of one whole chunk of the first system."""
-    system, pool = SYSTEMS[0], _prefill_pool(setup)
+    system, pool = SYSTEMS[0], prefill_pool(setup)
     layout = system.layout(setup.layers)
     pages = CHUNK_BYTES // (PAGE_SIZE * layout.token_bytes)
     nbytes = pages * PAGE_SIZE * layout.token_bytes
