@@ -239,6 +239,25 @@ def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(
     assert decode.receiver.accounting()["peers"] == 1
 
 
+@pytest.mark.parametrize("without", ["prefill", "decode"])
+def test_a_rank_without_memory_for_staging_says_so_at_once_and_serves_when_it_has_some(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("this device is full")
+
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    sink = decode.receiver._plane.sink
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill.source if without == "prefill" else sink, "staging", full)
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        assert eventually(lambda: ROOM in decode.events.failed, PATIENCE.push / 2)
+    if without == "prefill":
+        assert "this device is full" in str(decode.events.failed[ROOM])
+    decode.receiver.forget(ROOM)
+    assert migrate(prefill, decode, ROOM + 1)
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_decode_rank_that_stops_or_dies_is_given_up_in_time_and_a_new_one_is_served(
     closing: Closing, end: str

@@ -117,11 +117,16 @@ class Pusher:
             while (task := self._next_task()) is not None:
                 self._send(task)
         except TransferError as error:
-            if not self._stopped:
-                logger.error("no more KV rows for decode rank %s: %s", self.peer, error)
-                self._sender.lose(self, error)
+            self._lose(error)
+        except Exception as error:  # a device without memory for staging, for one
+            self._lose(TransferError(f"its outbox broke: {error!r}"))
         finally:
             self.outbox.close()
+
+    def _lose(self, error: TransferError) -> None:
+        if not self._stopped:
+            logger.error("no more KV rows for decode rank %s: %s", self.peer, error)
+            self._sender.lose(self, error)
 
     def _next_task(self) -> Task | None:
         with self._condition:
