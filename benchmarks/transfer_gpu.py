@@ -53,7 +53,7 @@ from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 MODEL, KV_LORA_RANK, QK_ROPE_HEAD_DIM = "DeepSeek-V3", 512, 64
 PAGE_SIZE, ROW_ALIGN = 64, 16
 _SPARE_PAGES = 2
-_WARM_UPS = 3
+WARM_UPS = 3
 _PATIENCE_SECONDS = 120
 
 
@@ -203,13 +203,13 @@ def measure_copy(setup: Setup, nbytes: int) -> float:
     source_B = torch.zeros(nbytes, dtype=torch.uint8, device=setup.source)
     target_B = torch.empty(nbytes, dtype=torch.uint8, device=setup.target)
     seconds = []
-    for _ in range(_WARM_UPS + setup.repetitions):
+    for _ in range(WARM_UPS + setup.repetitions):
         _synchronize(setup)
         begun = time.perf_counter()
         target_B.copy_(source_B)
         _synchronize(setup)
         seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[_WARM_UPS:])
+    return statistics.median(seconds[WARM_UPS:])
 
 
 def _synchronize(setup: Setup) -> None:
@@ -225,8 +225,8 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
         prefill = PrefillRank(setup, system, pool)
         for context in setup.contexts:
             pages, nbytes = setup.pages(context), setup.nbytes(system, context)
-            seconds = [prefill.migrate(pages) for _ in range(_WARM_UPS + setup.repetitions)]
-            median = statistics.median(seconds[_WARM_UPS:])
+            seconds = [prefill.migrate(pages) for _ in range(WARM_UPS + setup.repetitions)]
+            median = statistics.median(seconds[WARM_UPS:])
             rows.append(
                 {
                     "benchmark": "transfer",

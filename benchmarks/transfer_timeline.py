@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +29,7 @@ from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.transfer_gpu import (
     SYSTEMS,
+    WARM_UPS,
     PrefillRank,
     Setup,
     System,
@@ -42,8 +43,6 @@ from tpla.workers.transfer.pair_group import GlooGroup, NcclGroup
 from tpla.workers.transfer.pusher import Pusher
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
-
-_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,10 @@ def measure(setup: Setup, system: System) -> list[dict[str, Any]]:
             decode = functools.partial(_watched_decode, path)
             prefill = PrefillRank(setup, system, prefill_pool(setup), decode)
             for context in setup.contexts:
-                for repetition in range(_WARM_UPS + setup.repetitions):
+                for repetition in range(WARM_UPS + setup.repetitions):
                     begun = _now()
                     prefill.migrate(setup.pages(context))
-                    if repetition >= _WARM_UPS:
+                    if repetition >= WARM_UPS:
                         spans[context].append((begun, _now()))
             prefill.close()
             marks += [tuple(mark) for mark in json.loads(path.read_text())]
@@ -147,17 +146,16 @@ def measure(setup: Setup, system: System) -> list[dict[str, Any]]:
 
 
 def rows_of(
-    marks: Iterable[Mark], spans: Iterable[tuple[float, float]], context: int
+    marks: Iterable[Mark], spans: Sequence[tuple[float, float]], context: int
 ) -> list[dict[str, Any]]:
     """Medians over requests, each of which lies within one span; what most requests had."""
-    ordered, times, requests = sorted(marks), defaultdict(list), 0
+    ordered, times = sorted(marks), defaultdict(list)
     for begun, ended in spans:
         push = next(mark[0] for mark in ordered if mark[0] >= begun and mark[2] == "push")
         seen: dict[tuple[str, ...], int] = defaultdict(int)
         for seconds, *what in (mark for mark in ordered if push <= mark[0] <= ended):
             seen[tuple(what)] += 1
             times[(*what, seen[tuple(what)])].append((seconds - push) * 1e6)
-        requests += 1
     rows = [
         {
             "benchmark": "transfer_timeline",
@@ -169,7 +167,7 @@ def rows_of(
             "number": number,
         }
         for (rank, call, edge, number), each in times.items()
-        if len(each) > requests // 2
+        if len(each) > len(spans) // 2
     ]
     return sorted(rows, key=lambda row: row["us"])
 

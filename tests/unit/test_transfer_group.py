@@ -96,6 +96,18 @@ class Unheard:
         raise AssertionError("nobody was there")
 
 
+def slow_down_aborts(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
+    """To a second, of groups that end on threads whose names begin so."""
+    abort = GlooGroup.abort
+
+    def slowly(group: GlooGroup) -> None:
+        if threading.current_thread().name.startswith(thread):
+            time.sleep(1)
+        abort(group)
+
+    monkeypatch.setattr(GlooGroup, "abort", slowly)
+
+
 def breaks(*arguments: Any) -> Any:
     """As a device would."""
     raise RuntimeError("a device that broke")
@@ -139,14 +151,8 @@ def test_what_is_said_of_rows_takes_the_way_of_the_pair_and_not_the_link(
 def test_a_rank_that_closes_waits_for_what_it_holds_of_a_lost_peer(
     monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
-    abort, thread = GlooGroup.abort, {"decode": "tpla-push", "prefill": "tpla-pull"}[gone]
-
-    def slowly(group: GlooGroup) -> None:
-        if threading.current_thread().name.startswith(thread):
-            time.sleep(1)
-        abort(group)
-
-    monkeypatch.setattr(GlooGroup, "abort", slowly)
+    thread = {"decode": "tpla-push", "prefill": "tpla-pull"}[gone]
+    slow_down_aborts(monkeypatch, thread)
     prefill, decode = Prefill(CACHE), Decode(CACHE)
     assert migrate(prefill, decode, ROOM)
     ranks: list[tuple[Any, Any]] = [(prefill, prefill.sender), (decode, decode.receiver)]
@@ -160,14 +166,7 @@ def test_a_rank_that_closes_waits_for_what_it_holds_of_a_lost_peer(
 def test_a_rank_that_is_closing_takes_no_new_peer(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    abort = GlooGroup.abort
-
-    def slowly(group: GlooGroup) -> None:
-        if threading.current_thread().name.startswith("tpla-push"):
-            time.sleep(1)
-        abort(group)
-
-    monkeypatch.setattr(GlooGroup, "abort", slowly)
+    slow_down_aborts(monkeypatch, "tpla-push")
     prefill, late = Prefill(CACHE), closing(Decode(CACHE))
     assert migrate(prefill, closing(Decode(CACHE)), ROOM)
     ends = threading.Thread(target=prefill.close)

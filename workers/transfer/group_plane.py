@@ -123,8 +123,8 @@ class GroupOutbox:
     def connect(self, handler: OutboxHandler) -> None:
         """As the protocol's; NCCL connects at a lane's first operation, so that is done here.
 
-        So is what the buffers' kernels are compiled for, seconds at most, before the other rank is
-        waited for. One that is not there is waited for by the channel, which can be told to stop.
+        First the buffers are made and their kernels compiled, which takes seconds at most. A rank
+        that is not there is waited for by the channel, which can be told to stop.
         """
         device, patience = self._source.device, self._timeouts.handshake
         size = max(self.chunk_bytes, self._page_bytes)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+_JOIN_SECONDS = 5.0
+"""For all of them together."""
+
 
 class Member(Protocol):
     """Has a thread that was told to end."""
@@ -33,8 +36,8 @@ class Leaving:
         return members
 
 
-def join_all(members: list[Member], timeout: float) -> None:
-    """Wait up to ``timeout`` seconds, for all of them together."""
-    deadline = time.monotonic() + timeout
+def join_all(members: list[Member]) -> None:
+    """Wait for them, not for ever."""
+    deadline = time.monotonic() + _JOIN_SECONDS
     for member in members:
         member.join(max(deadline - time.monotonic(), 0.0))

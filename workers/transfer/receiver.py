@@ -53,7 +53,6 @@ from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 5.0
 _LONGEST_PING_SECONDS = 1.0
 
 
@@ -181,7 +180,7 @@ class DecodeReceiver:
                 self._close_inbox(peer)
             self._peers.clear()
             leaving = self._leaving.take()
-        join_all(leaving, _JOIN_SECONDS)
+        join_all(leaving)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:

@@ -52,8 +52,6 @@ from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 5.0
-
 
 @dataclass
 class _Room:
@@ -159,7 +157,7 @@ class PrefillSender:
             for peer in list(self._pushers):
                 self._dismiss(peer)
             leaving = self._leaving.take()
-        join_all(leaving, _JOIN_SECONDS)
+        join_all(leaving)
         self._link.close()
 
     def accounting(self) -> dict[str, Any]:
@@ -177,8 +175,8 @@ class PrefillSender:
         """A decode rank says something."""
         with self._lock:
             if self._closing:
-                pass  # the link ends in a moment, which tells all of them
-            elif isinstance(message, Hello):
+                return  # the link ends in a moment, which tells all of them
+            if isinstance(message, Hello):
                 self._on_hello(peer, message)
             elif peer not in self._pushers:
                 self._link.send(peer, Dropped("say Hello first"))
