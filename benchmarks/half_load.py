@@ -18,6 +18,9 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """SGLang's name for a prefill that is not there: the request's KV is what the pool holds."""
 
 _SETTLE_TOKENS = 4
+_LEAST_STEPS = 16
+"""Of fewer, the tokens that the client reads late and together are a fifth of a batch's figure."""
+
 _TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
@@ -41,14 +44,23 @@ class LoadError(RuntimeError):
 
 
 class NeverTogether(LoadError):
-    """The first request was done before the last one ran."""
+    """The first request was done before the last one ran, or soon after."""
+
+
+def warm_up(url: str, batch: int) -> None:
+    """Send ``batch`` short prompts to a decode worker, whose times do not count.
+
+    Raises:
+        LoadError: a request failed.
+    """
+    asyncio.run(_send_all(url, batch, 64, 8))
 
 
 def measure_decode(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
     """Send ``batch`` prompts of ``context`` tokens at once; each asks for ``new_tokens``.
 
     Raises:
-        NeverTogether: no step ran with the whole batch; ask for more tokens.
+        NeverTogether: too few steps ran with the whole batch; ask for more tokens.
         LoadError: a request failed.
     """
     arrivals = asyncio.run(_send_all(url, batch, context, new_tokens))
@@ -90,19 +102,22 @@ def decode_times(arrivals: list[list[float]]) -> DecodeTimes:
         arrivals: seconds at which each request's tokens came.
 
     Raises:
-        NeverTogether: there are no such steps.
+        NeverTogether: there are too few such steps.
     """
     start = max(times[min(_SETTLE_TOKENS, len(times) - 1)] for times in arrivals)
     stop = min(times[-1] for times in arrivals)
     within = [[t for t in times if start <= t <= stop] for times in arrivals]
+    steps = max(len(times) - 1 for times in within)
+    if steps < _LEAST_STEPS:
+        raise NeverTogether(
+            f"the requests ran together for {max(steps, 0)} steps, of {_LEAST_STEPS} at least; "
+            "ask for more new tokens"
+        )
     gaps = [later - earlier for times in within for earlier, later in pairwise(times)]
-    if not gaps:
-        raise NeverTogether("the requests never ran together; ask for more new tokens")
-    mean = statistics.mean(gaps)
     return DecodeTimes(
         itl_ms=1e3 * statistics.median(gaps),
-        tokens_per_s=len(arrivals) / mean,
-        steps=max(len(times) - 1 for times in within),
+        tokens_per_s=len(arrivals) / statistics.mean(gaps),
+        steps=steps,
     )
 
 

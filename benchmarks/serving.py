@@ -31,6 +31,7 @@ from tpla.benchmarks.half_load import (
     measure_decode,
     measure_prefill,
     profile_decode,
+    warm_up,
 )
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.serving_systems import BASELINE, SYSTEMS, ServingSystem, worker
@@ -147,7 +148,7 @@ def _fill(row: Row, system: ServingSystem, plan: Plan, url: str) -> bool:
     if plan.role is Role.PREFILL:
         row.ttft_ms = measure_prefill(url, row.context, plan.repetitions)
         return True
-    measure_decode(url, min(row.batch, 2), 64, 8)
+    warm_up(url, min(row.batch, 2))
     times = _times(url, row.batch, row.context, plan.new_tokens)
     row.tokens_per_s, row.itl_ms = times.tokens_per_s, times.itl_ms
     if plan.profile == (row.batch_asked, row.context):
@@ -157,7 +158,7 @@ def _fill(row: Row, system: ServingSystem, plan: Plan, url: str) -> bool:
 
 
 def _times(url: str, batch: int, context: int, new_tokens: int) -> DecodeTimes:
-    """Long prompts take a while to arrive: the first request must still run when the last does."""
+    """Long prompts take a while to arrive, and the batch is timed while all of it runs."""
     while True:
         try:
             return measure_decode(url, batch, context, new_tokens)

@@ -43,13 +43,17 @@ def test_an_answer_of_one_token_has_no_gaps_to_judge() -> None:
 
 
 def test_decode_is_timed_while_the_whole_batch_runs() -> None:
-    first = [float(second) for second in range(20)]
-    late = [10.0 + 2 * second for second in range(20)]
+    alone = [second / 2 for second in range(28)]
+    first = alone + [14.0 + second for second in range(26)]
+    late = [10.0 + second for second in range(40)]
     times = decode_times([first, late])
-    # Between the late request's fifth token (18 s) and the first one's last (19 s).
-    assert times.itl_ms == pytest.approx(1000) and times.steps == 1
+    # Between the late request's fifth token (14 s) and the first one's last (39 s).
+    assert times.itl_ms == pytest.approx(1000) and times.steps == 25
+    assert times.tokens_per_s == pytest.approx(2)
 
 
-def test_requests_that_never_ran_together_are_not_timed() -> None:
+@pytest.mark.parametrize("late", [19.0, 36.0, 50.0])
+def test_requests_that_hardly_ran_together_are_not_timed(late: float) -> None:
+    first = [float(second) for second in range(32)]
     with pytest.raises(NeverTogether):
-        decode_times([[0.0, 1.0, 2.0], [5.0, 6.0, 7.0]])
+        decode_times([first, [late + second for second in range(32)]])
