@@ -35,6 +35,7 @@ from tpla.benchmarks.command import command_line
 from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.transfer import METADATA, TIMEOUTS, RoomEnd, identity
 from tpla.benchmarks.transfer_stages import kernel_stages, wire_stage
+from tpla.core.config.environment import NCCL_TRANSFER, put
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.workers.transfer.group_plane import CHUNK_BYTES, GroupReceivingPlane, GroupSendingPlane
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
@@ -287,6 +288,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="of a copy without git")] = None,
 ) -> None:
     """Measure, print lines, write JSON."""
+    put(NCCL_TRANSFER)
     setup = Setup(repetitions=repetitions)
     rows, stages = measure(setup), measure_stages(setup)
     console = Console()

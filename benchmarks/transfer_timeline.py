@@ -36,6 +36,7 @@ from tpla.benchmarks.transfer_gpu import (
     decode_process,
     prefill_pool,
 )
+from tpla.core.config.environment import NCCL_TRANSFER, put
 from tpla.kernels.prepared_launch import PreparedLaunch
 from tpla.workers.transfer.group_plane import GroupInbox, GroupOutbox
 from tpla.workers.transfer.pair_channel import PairChannel
@@ -190,6 +191,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="of a copy without git")] = None,
 ) -> None:
     """Measure the first system of transfer_gpu, print tables, write JSON."""
+    put(NCCL_TRANSFER)
     contexts = tuple(context or (128, 32768))
     rows = measure(Setup(contexts=contexts, repetitions=repetitions), SYSTEMS[0])
     for each in contexts:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer, WorkerConfig, parse_worker_config
 from tpla.core.config.environment import (
+    NCCL_TRANSFER,
     SGLANG_ANY_WORKER,
     SGLANG_CPU_ENGINE,
     WORKER_CONFIG_VARIABLE,
@@ -129,6 +130,8 @@ def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...])
 def environment_for(config: WorkerConfig) -> dict[str, str]:
     """Variables that the worker and the processes it spawns need."""
     variables = {WORKER_CONFIG_VARIABLE: config.model_dump_json(), **SGLANG_ANY_WORKER}
+    if config.transfer is Transfer.NCCL:
+        variables |= NCCL_TRANSFER
     if config.device == "cpu":
         variables |= SGLANG_CPU_ENGINE
     return variables

@@ -33,6 +33,14 @@ SGLANG_ANY_WORKER = {
 }
 """What SGLang itself needs in every worker."""
 
+NCCL_TRANSFER = {
+    # Else torch's watchdog ends the whole worker, with its other peers' requests, when an operation
+    # of one pair's group fails, or when it looks at one just when the group is aborted because the
+    # peer is gone. The pair's own threads see both, and SGLang has watchdogs of its own.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+"""What torch needs in a worker that transfers over NCCL."""
+
 SGLANG_CPU_ENGINE = {
     # Without a GPU SGLang must be told to use its CPU engine, before its first import.
     "SGLANG_USE_CPU_ENGINE": "1",

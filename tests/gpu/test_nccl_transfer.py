@@ -24,6 +24,7 @@ from tests.unit.group_peers import (
 )
 from tests.unit.transfer_pair import eventually
 from tpla.core.config import FaultPlan
+from tpla.core.config.environment import NCCL_TRANSFER
 from tpla.core.latent_layout import KVFormat
 from tpla.workers.transfer import group_plane
 
@@ -49,6 +50,13 @@ LIMIT = PATIENCE.push + 2
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_plane, "CHUNK_BYTES", FP8.chunk_bytes)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's, in this process and in those that it starts."""
+    for name, value in NCCL_TRANSFER.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

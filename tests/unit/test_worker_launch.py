@@ -13,6 +13,7 @@ import pytest
 from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer
+from tpla.core.config.environment import NCCL_TRANSFER
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan, PVFormat
 from tpla.workers import launch_cli, ports
@@ -136,6 +137,13 @@ def test_the_configuration_survives_the_way_to_the_ranks(
     for name, value in environment_for(config).items():
         monkeypatch.setenv(name, value)
     assert worker_config_from_environment() == config
+
+
+def test_only_workers_over_nccl_keep_torchs_watchdog_from_ending_them(converted: Path) -> None:
+    over_zmq = configure(options(converted))
+    over_nccl = over_zmq.model_copy(update={"transfer": Transfer.NCCL, "device": "cuda"})
+    assert not NCCL_TRANSFER.keys() & environment_for(over_zmq).keys()
+    assert NCCL_TRANSFER.items() <= environment_for(over_nccl).items()
 
 
 def deployment(tmp_path: Path, **changes: Any) -> DeploymentOptions:
