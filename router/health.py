@@ -48,8 +48,9 @@ class Problem:
 class HealthMonitor:
     """Keeps ``healthy`` and the descriptive fields of every worker up to date.
 
-    ``on_lost`` is called for a worker that was healthy and has died or stopped answering. Without
-    it, a request that does not stream would wait for a stopped worker until its deadline.
+    ``on_lost`` is called whenever a worker that is not healthy is found dead or silent, whoever
+    noticed first that it is not healthy. Without it, a request that does not stream would wait for
+    a stopped worker until its deadline.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class HealthMonitor:
     async def check(self, worker: Worker) -> None:
         """Check ``worker`` once."""
         was_healthy = worker.healthy
+        gone = False
         problem = await self._probe(worker)
         worker.last_check = time.time()
-        if problem is None and not was_healthy:
+        if problem is None and not (was_healthy and worker.identified):
             problem = await self._identify(worker)
         if problem is None:
             worker.failed_checks = 0
@@ -90,13 +92,13 @@ class HealthMonitor:
         else:
             worker.failed_checks += 1
             worker.reason = problem.text
-            if problem.decisive or worker.failed_checks >= self._policy.failure_threshold:
-                worker.healthy = False
+            gone = problem.decisive or worker.failed_checks >= self._policy.failure_threshold
+            worker.healthy = worker.healthy and not gone
         if worker.healthy != was_healthy:
             log.info("worker_health", worker=worker.id, url=worker.address.url,
                      healthy=worker.healthy, reason=worker.reason)  # fmt: skip
-            if problem is not None and problem.loss is not None:
-                await self._on_lost(worker, problem.loss)
+        if gone and problem is not None and problem.loss is not None:
+            await self._on_lost(worker, problem.loss)
 
     async def _watch(self, worker: Worker) -> None:
         while worker.id in self._registry.workers:
@@ -138,10 +140,23 @@ class HealthMonitor:
         return None if status == 200 else Problem(f"{path} answers {status}")
 
     async def _identify(self, worker: Worker) -> Problem | None:
-        """Learn what the worker is, once it comes up; what is wrong with that, if anything."""
+        """Learn what the worker is, once it comes up; what is wrong with that, if anything.
+
+        Its scheduler may be too busy to say: what was known before holds until a later check.
+        """
         info = await self._json(worker, SERVER_INFO_PATH)
-        if not isinstance(info, Mapping):
-            info = {}
+        worker.identified = isinstance(info, Mapping)
+        problem = self._learn(worker, info) if worker.identified else None
+        if problem is not None:
+            return problem
+        name = info.get("served_model_name") if worker.identified else None
+        name = name or _first_model(await self._json(worker, "/v1/models"))
+        if isinstance(name, str):
+            worker.model = name
+        return None
+
+    def _learn(self, worker: Worker, info: Mapping[str, Any]) -> Problem | None:
+        """Keep what the worker says of itself; what is wrong with that, if anything."""
         mode = info.get("disaggregation_mode")
         if mode is not None and mode != worker.role.value:
             listed = worker.role.value
@@ -154,8 +169,6 @@ class HealthMonitor:
             if worker.instance_id is not None:
                 self._registry.replaced(worker)
             worker.instance_id = instance
-        name = info.get("served_model_name") or _first_model(await self._json(worker, "/v1/models"))
-        worker.model = name if isinstance(name, str) else None
         return None
 
     async def _load(self, worker: Worker) -> object:

@@ -47,6 +47,8 @@ class Worker:
     """Wall-clock time of the last check."""
     last_contact: float = float("-inf")
     """Monotonic time of the last byte received from it."""
+    identified: bool = False
+    """Whether it has told what it is since it last came up."""
     instance_id: str | None = None
     model: str | None = None
     reported_bootstrap_port: int | None = None

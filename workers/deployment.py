@@ -177,8 +177,14 @@ def _router(options: DeploymentOptions, workers: list[str]) -> ProcessPlan:
         *(sys.executable, "-m", "tpla.core.cli", "router", "--host", options.host),
         *("--port", str(options.port), "--model", served_name(options.model), *workers),
     ]
-    reachable = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
-    return ProcessPlan("router", tuple(command), f"http://{reachable}:{options.port}/ready")
+    ready_url = f"{url_from_here(options.host, options.port)}/ready"
+    return ProcessPlan("router", tuple(command), ready_url)
+
+
+def url_from_here(host: str, port: int) -> str:
+    """Where this host reaches what listens on ``host``, which may mean every address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def served_name(model: Path) -> str:

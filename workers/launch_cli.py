@@ -21,6 +21,7 @@ from tpla.workers.deployment import (
     DeploymentPlan,
     plan_deployment,
     served_name,
+    url_from_here,
 )
 from tpla.workers.devices import gpu_count, resolve_device
 from tpla.workers.supervisor import Supervisor, printable
@@ -148,7 +149,7 @@ def _start(
         supervisor.start(process)
     with _console.status("starting", refresh_per_second=2) as status:
         supervisor.wait_ready(timeout, lambda names: status.update(f"waiting for {names}"))
-    address = f"http://{options.host}:{options.port}/v1"
+    address = f"{url_from_here(options.host, options.port)}/v1"
     _console.print(f"[bold green]ready[/] after {time.monotonic() - begun:.0f} s at {address}; try")
     _console.print(_sample_curl(address, served_name(options.model)), soft_wrap=True, markup=False)
 

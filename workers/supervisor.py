@@ -84,12 +84,8 @@ class Supervisor:
     ) -> None:
         while waiting and not self._stop_requested:
             progress(", ".join(item.plan.name for item in waiting))
+            self._raise_if_one_ended()
             for item in list(waiting):
-                if item.process.poll() is not None:
-                    raise StartFailed(
-                        f"{item.plan.name} ended with status {item.process.returncode}:\n"
-                        f"{tail(item.log)}"
-                    )
                 if _answers(client, item.plan.ready_url):
                     waiting.remove(item)
             if waiting and time.monotonic() > deadline:
@@ -98,6 +94,21 @@ class Supervisor:
                     f"--start-timeout, or look here:\n{tail(waiting[0].log)}"
                 )
             time.sleep(_POLL_SECONDS)
+        if not self._stop_requested:
+            self._raise_if_one_ended()
+
+    def _raise_if_one_ended(self) -> None:
+        """Those that seem to serve, too: another process may answer at the URL of one that ended.
+
+        Raises:
+            StartFailed: carries the end of its log.
+        """
+        for item in self._running:
+            if item.process.poll() is not None:
+                raise StartFailed(
+                    f"{item.plan.name} ended with status {item.process.returncode}:\n"
+                    f"{tail(item.log)}"
+                )
 
     def watch(self) -> None:
         """Restart what dies until a stop is requested."""

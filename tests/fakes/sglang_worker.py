@@ -117,6 +117,8 @@ class Faults:
     health_delay: float = 0.0
     """A scheduler that is busy, or (with ``stopped``) a process that is stopped."""
     stopped: bool = False
+    info_delay: float = 0.0
+    """A scheduler that is too busy to say what the worker is."""
     only: int | None = None
 
 
@@ -205,6 +207,7 @@ class FakeWorker:
         return JSONResponse({"model_path": self.model})
 
     async def _server_info(self, request: Request) -> Response:
+        await asyncio.sleep(self.faults.info_delay)
         info = {
             "disaggregation_mode": self.mode or self.role,
             "disaggregation_bootstrap_port": self.bootstrap_port,

@@ -32,6 +32,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
+def listens(url: str) -> bool:
+    """Whether a connection is accepted."""
+    try:
+        httpx.get(f"{url}/health", timeout=2, trust_env=False)
+    except httpx.ConnectError:
+        return False
+    return True
+
+
 def assert_charged(system: Cluster, role: str, reason: str) -> None:
     """Exactly one leg was charged, and the other role's breaker saw nothing."""
     assert system.metric("leg_failures_total", role=role, reason=reason) == 1
@@ -287,6 +296,30 @@ def test_a_stopped_worker_does_not_hold_requests_until_their_deadline(role: str)
             assert system.complete(stream=False).status_code == 200
         assert time.monotonic() - begin < 5
         assert len(stopped.aborted) == len(stopped.seen) == 1
+
+
+def test_a_request_on_a_vanished_host_starts_over_though_another_noticed_first() -> None:
+    health = {"interval_secs": 20.0, "timeout_secs": 0.3, "failure_threshold": 1}
+    retry = {"max_retries": 3}
+    with (
+        cluster(1, 2, retry=retry, health=health, decode_policy="round_robin") as system,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        vanished = system.decode[0]
+        vanished.faults = Faults(hang=True)
+        held = [pool.submit(system.complete) for _ in range(2)]  # one on either decode worker
+        wait_until(lambda: vanished.seen)
+        begin = time.monotonic()
+        vanished.faults = Faults(hang=True, health_delay=15, stopped=True)
+        vanished.kill(gap=15)  # nothing listens, and open connections stay silent
+        wait_until(lambda: not listens(vanished.url))
+        registry = system.service.registry
+        worker = next(w for w in registry.workers.values() if w.address.url == vanished.url)
+        # As a leg does that could not connect.
+        loop = system.server.servers[0].get_loop()
+        loop.call_soon_threadsafe(registry.unreachable, worker, "cannot connect")
+        assert [answer.result().status_code for answer in held] == [200, 200]
+        assert time.monotonic() - begin < 10
 
 
 def test_a_busy_scheduler_keeps_what_it_is_working_on() -> None:

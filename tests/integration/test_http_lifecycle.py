@@ -127,6 +127,22 @@ def test_an_unhealthy_worker_is_left_alone_until_it_recovers() -> None:
         assert system.complete().status_code == 200
 
 
+def test_a_worker_that_comes_back_too_busy_to_say_its_port_keeps_the_one_it_said() -> None:
+    health = {"interval_secs": 0.05, "timeout_secs": 0.2, "failure_threshold": 1}
+    with cluster(health=health) as system:
+        worker = system.prefill[0]
+        known = next(w for w in system.service.registry.workers.values() if w.role is Role.PREFILL)
+        wait_until(lambda: known.healthy)
+        worker.faults = Faults(health_status=503)
+        wait_until(lambda: not known.healthy)
+        worker.faults = Faults(info_delay=1.0)
+        worker.instance_id = "second"
+        wait_until(lambda: known.healthy)
+        assert known.reported_bootstrap_port == worker.bootstrap_port
+        worker.faults = Faults()
+        wait_until(lambda: known.instance_id == "second")  # asked again though it is healthy
+
+
 def test_a_new_process_at_an_old_address_starts_afresh() -> None:
     with cluster(health={"interval_secs": 0.05, "failure_threshold": 1}) as system:
         worker = system.decode[0]
