@@ -116,6 +116,8 @@ def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...])
         # --max-total-tokens bounds the pool. The fraction is of memory that all processes of the
         # host share: a small one makes a worker refuse to start because others start beside it.
         defaults |= {"--device": "cpu", "--dtype": "float32", "--mem-fraction-static": "0.8"}
+        # SGLang's own choice, xgrammar, has no CPU form: a request with a grammar ends the worker.
+        defaults["--grammar-backend"] = "llguidance"
     else:
         # Kernels read BF16 activations and, fastest, pages of 64; both roles share the page size.
         defaults |= {"--dtype": "bfloat16", "--page-size": "64"}

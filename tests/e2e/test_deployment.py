@@ -86,6 +86,13 @@ def test_samples_stop_words_logprobs_and_completions(client: openai.OpenAI) -> N
     assert plain.usage.completion_tokens <= 4
 
 
+def test_an_answer_follows_the_grammar_that_was_asked_for(client: openai.OpenAI) -> None:
+    code = chat(client, RECALL, extra_body={"regex": "code (4821|1111)"})
+    assert text_of(code) == "code 4821"
+    json_object = chat(client, RECALL, response_format={"type": "json_object"})
+    assert text_of(json_object).startswith("{")
+
+
 def test_concurrent_requests_equal_the_same_requests_one_by_one(client: openai.OpenAI) -> None:
     conversations = [
         [message.as_dict() for message in question.messages] for question in questions(32, seed=4)
@@ -104,8 +111,10 @@ def test_concurrent_requests_equal_the_same_requests_one_by_one(client: openai.O
         ({"model": "gpt-9"}, 404, "gpt-9"),
         ({"no_such_field": 1}, 400, "no_such_field"),
         ({"messages": [{"role": "user", "content": "many words " * 4000}]}, 400, "context"),
+        ({"input_ids": [5, 6, 2_000_000_000]}, 400, "2000000000"),
+        ({"min_tokens": 1, "stop_token_ids": [128009]}, 400, "128009"),
     ],
-    ids=["empty", "negative", "model", "field", "long"],
+    ids=["empty", "negative", "model", "field", "long", "token", "stop token"],
 )
 def test_bad_input_is_refused_as_openai_does(
     deployment: Deployment, change: dict[str, Any], status: int, word: str

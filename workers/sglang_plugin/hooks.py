@@ -37,7 +37,9 @@ def load() -> None:
         from tpla.workers.sglang_plugin import cpu_engine
 
         cpu_engine.register(HookRegistry, HookType)
-    if config.role is Role.DECODE:
+    if config.role is Role.PREFILL:
+        _register_prefill(HookRegistry, HookType)
+    else:
         _register_decode(config, HookRegistry, HookType)
 
 
@@ -46,7 +48,9 @@ def required_targets(config: WorkerConfig) -> tuple[targets.Target, ...]:
     required: tuple[targets.Target, ...] = targets.EVERY_WORKER
     if config.device == "cpu":
         required += targets.CPU_WORKER
-    if config.role is Role.DECODE:
+    if config.role is Role.PREFILL:
+        required += targets.PREFILL_WORKER
+    else:
         required += targets.DECODE_WORKER
         if config.mode is Mode.TPLA:
             required += targets.SHARDED_DECODE_WORKER
@@ -68,7 +72,7 @@ def _offer_choices(server_args: Any) -> None:
 
 
 def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
-    from tpla.workers.sglang_plugin import accounting, transfer_backend
+    from tpla.workers.sglang_plugin import accounting, known_tokens, transfer_backend
 
     def support_triton(original: Any, backend: str) -> bool:
         return backend != TORCH_ATTENTION_BACKEND and original(backend)
@@ -89,12 +93,31 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.DECODE_INIT_KV_MANAGER.path, attach, after)
     registry.register(targets.GET_INTERNAL_STATE.path, accounting.add_to_internal_state, after)
     registry.register(targets.HANDLE_SHUTDOWN.path, _leave_loop, after)
+    registry.register(targets.VALIDATE_REQUEST.path, known_tokens.refuse_unknown_tokens, around)
 
 
 def _leave_loop(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     from tpla.workers.sglang_plugin.shutdown import leave_loop
 
     leave_loop(output, scheduler, *args, **kwargs)
+
+
+def _register_prefill(registry: Any, hook_type: Any) -> None:
+    """Its module imports SGLang's senders, which it must not while plug-ins load."""
+
+    def from_queue(original: Any, *args: Any, **kwargs: Any) -> Any:
+        from tpla.workers.sglang_plugin.dropped_requests import clear_those_taken_from_the_queue
+
+        return clear_those_taken_from_the_queue(original, *args, **kwargs)
+
+    def between_chunks(original: Any, *args: Any, **kwargs: Any) -> Any:
+        from tpla.workers.sglang_plugin.dropped_requests import clear_the_chunked_one
+
+        return clear_the_chunked_one(original, *args, **kwargs)
+
+    for target in targets.TAKES_FROM_WAITING_QUEUE:
+        registry.register(target.path, from_queue, hook_type.AROUND)
+    registry.register(targets.ABORT_BETWEEN_CHUNKS.path, between_chunks, hook_type.AROUND)
 
 
 def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> None:

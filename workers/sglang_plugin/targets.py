@@ -75,6 +75,17 @@ GET_INTERNAL_STATE = Target(
 HANDLE_SHUTDOWN = Target(
     _SRT + "managers.scheduler.Scheduler.handle_shutdown", ("self", "recv_req")
 )
+VALIDATE_REQUEST = Target(
+    _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    ("self", "obj", "input_ids"),
+)
+TAKES_FROM_WAITING_QUEUE = (
+    Target(_SRT + "managers.scheduler.Scheduler.abort_request", ("self", "recv_req")),
+    Target(_SRT + "managers.scheduler.Scheduler._abort_on_waiting_timeout", ("self",)),
+)
+ABORT_BETWEEN_CHUNKS = Target(
+    _SRT + "managers.scheduler.Scheduler.process_pending_chunked_abort", ("self",)
+)
 ON_IDLE = Target(_SRT + "managers.scheduler.Scheduler.on_idle", ("self",))
 BUILD_MLA_KV_POOL = Target(
     _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
@@ -136,6 +147,7 @@ EVERY_WORKER = (
     DECODE_INIT_KV_MANAGER,
     GET_INTERNAL_STATE,
     HANDLE_SHUTDOWN,
+    VALIDATE_REQUEST,
 )
 CPU_WORKER = (
     SERVER_ARGS_POST_INIT,
@@ -147,6 +159,7 @@ CPU_WORKER = (
     GET_LAST_LOC,
     ON_IDLE,
 )
+PREFILL_WORKER = (*TAKES_FROM_WAITING_QUEUE, ABORT_BETWEEN_CHUNKS)
 DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE, LOAD_MODEL, *UPDATE_WEIGHTS)
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
-ALL_HOOKED = EVERY_WORKER + CPU_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER
+ALL_HOOKED = EVERY_WORKER + CPU_WORKER + PREFILL_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER
