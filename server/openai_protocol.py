@@ -7,6 +7,7 @@ SGLang's own models.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -46,6 +47,14 @@ WITHOUT_EFFECT = frozenset(
 
 UNSUPPORTED = frozenset({"audio", "function_call", "functions", "web_search_options"})
 """OpenAI's fields that SGLang does not know and whose loss would change the answer."""
+
+SET_FOR_TEMPLATES = frozenset(
+    {"add_generation_prompt", "chat_template", "conversation", "max_length", "padding",
+     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+     "tokenizer_kwargs", "tools", "truncation"}
+)  # fmt: skip
+"""Arguments of the tokenizer's ``apply_chat_template`` that are not variables of a template: SGLang
+sets them, and answers with status 500 where chat_template_kwargs does, too."""
 
 
 class StreamOptions(BaseModel):
@@ -183,6 +192,16 @@ class _Request(BaseModel):
             raise ValueError("stream_options is only allowed with stream: true")
         return self
 
+    @field_validator("stop_regex")
+    @classmethod
+    def _patterns_can_be_compiled(cls, value: str | list[str] | None) -> str | list[str] | None:
+        for pattern in [value] if isinstance(value, str) else value or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return value
+
     @model_validator(mode="after")
     def _one_grammar(self) -> _Request:
         if self.regex is not None and self.ebnf is not None:
@@ -223,6 +242,20 @@ class ChatRequest(_Request):
     input_ids: Annotated[list[Natural], Field(min_length=1)] | None = None
     return_prompt_token_ids: Bool | None = None
     return_meta_info: Bool | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _only_variables_of_templates(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in SET_FOR_TEMPLATES & (value or {}).keys():
+            raise ValueError(f"{name} is not a variable of chat templates; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _a_message_comes_before_the_one_that_goes_on(self) -> ChatRequest:
+        alone = len(self.messages) == 1 and self.messages[0].role == "assistant"
+        if self.continue_final_message and alone:
+            raise ValueError("messages need another one before the one that is continued")
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:

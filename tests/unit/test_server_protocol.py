@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from tpla.core.errors import BadRequest
 from tpla.server.openai_protocol import (
     ROUTER_FIELDS,
+    SET_FOR_TEMPLATES,
     UNSUPPORTED,
     WITHOUT_EFFECT,
     ChatRequest,
@@ -132,3 +134,41 @@ def test_only_well_formed_trace_headers_are_forwarded() -> None:
     good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     forwarded = forwarded_headers({"traceparent": good, "tracestate": "ä"}, "id")
     assert forwarded["traceparent"] == good and "tracestate" not in forwarded
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_regex": "("}, "stop_regex"),
+        ({"stop_regex": ["a+", "*"]}, "stop_regex"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}, "chat_template_kwargs"),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "a"}],
+                "continue_final_message": True,
+            },
+            "messages",
+        ),
+    ],
+)
+def test_what_sglang_would_answer_with_an_error_of_its_own_is_refused(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields})
+    assert (caught.value.param or "").startswith(param)
+
+
+def test_variables_of_templates_are_passed_on() -> None:
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "stop_regex": [r"\d{3}"]}
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    assert fields.items() <= parse_chat(body).samples[0].body.items()
+
+
+def test_arguments_that_are_no_variables_are_those_of_the_tokenizer() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    passed_on = {"self", "documents", "continue_final_message", "kwargs"}
+    assert set(arguments) - passed_on == SET_FOR_TEMPLATES

@@ -5,8 +5,10 @@ The group is gloo's, which differs from NCCL's only in what moves the bytes.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -238,6 +240,25 @@ def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(
     assert decode.receiver.accounting()["peers"] == 1
 
 
+def test_decode_gives_the_memory_back_that_served_a_lost_peer(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    decode, prefill = closing(Decode(CACHE)), Prefill(CACHE)
+    staging = decode.receiver._plane.sink.staging
+
+    def remembered(nbytes: int) -> Any:
+        memory = staging(nbytes)
+        made.add(memory)
+        return memory
+
+    monkeypatch.setattr(decode.receiver._plane.sink, "staging", remembered)
+    assert migrate(prefill, decode, ROOM)
+    assert len(made) == group_plane.RECEIVING_BUFFERS
+    prefill.close()
+    assert eventually(lambda: gc.collect() >= 0 and not made)
+
+
 @pytest.mark.parametrize("without", ["prefill", "decode"])
 def test_a_rank_without_memory_for_staging_says_so_at_once_and_serves_when_it_has_some(
     closing: Closing, monkeypatch: pytest.MonkeyPatch, without: str
@@ -251,8 +272,7 @@ def test_a_rank_without_memory_for_staging_says_so_at_once_and_serves_when_it_ha
         patch.setattr(prefill.source if without == "prefill" else sink, "staging", full)
         decode.reserve(ROOM, prefill.endpoint, TARGET)
         assert eventually(lambda: ROOM in decode.events.failed, PATIENCE.push / 2)
-    if without == "prefill":
-        assert "this device is full" in str(decode.events.failed[ROOM])
+    assert "this device is full" in str(decode.events.failed[ROOM])
     decode.receiver.forget(ROOM)
     assert migrate(prefill, decode, ROOM + 1)
 

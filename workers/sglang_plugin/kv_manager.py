@@ -47,6 +47,7 @@ from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 _FETCH_PATIENCE_SECONDS = 0.2
 _REASON_PATIENCE_SECONDS = 0.5
 _REASON_POLL_SECONDS = 0.002
+_IMPATIENCE_SECONDS = 1.0
 
 
 class TplaKVManager(CommonKVManager):
@@ -54,6 +55,7 @@ class TplaKVManager(CommonKVManager):
 
     sender: PrefillSender
     receiver: DecodeReceiver
+    _impatient_until = 0.0
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
@@ -138,13 +140,18 @@ class TplaKVManager(CommonKVManager):
 
         The first rank answers the client, and prefill's word of another rank's failure may be on
         its way to it. That is worth a moment of this scheduler's time, on a busy host half a
-        second, since a request that fails without a reason cannot be explained to anybody.
+        second, since a request that fails without a reason cannot be explained to anybody. Where it
+        was waited for in vain, many rooms may have failed at once: the next ones do not wait.
         """
-        deadline = time.monotonic() + _REASON_PATIENCE_SECONDS
+        now = time.monotonic()
+        deadline = now if now < self._impatient_until else now + _REASON_PATIENCE_SECONDS
         while room not in self.failure_records and time.monotonic() < deadline:
             time.sleep(_REASON_POLL_SECONDS)
         with self.failure_lock:
-            return self.failure_records.pop(room, None)
+            reason = self.failure_records.pop(room, None)
+        if reason is None and deadline > now:
+            self._impatient_until = time.monotonic() + _IMPATIENCE_SECONDS
+        return reason
 
     # ---- metadata of the first token
 
@@ -275,8 +282,11 @@ class TplaKVSender(_Polled, CommonKVSender):
 
     def abort(self) -> None:
         """SGLang gives the request up: tell decode, stop pushing."""
-        self.kv_mgr.sender.abort(self.bootstrap_room, "the request was aborted on prefill")
+        reason = "the request was aborted on prefill"
+        self.kv_mgr.sender.abort(self.bootstrap_room, reason)
         self.conclude_state = KVPoll.Failed
+        if self.bootstrap_room not in self.kv_mgr.failure_records:  # the room was over already
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Bytes that were on the wire and the time they took; SGLang reports both."""

@@ -277,6 +277,14 @@ class GroupInbox:
                 self._channel.close()
             if self._group is not None:
                 self._group.abort()
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        """Staging memory is of no use any more, though whoever waits for the thread keeps this."""
+        for arrival in self._storing:
+            arrival.rows.intact()  # a device may read what is freed here
+        for held in (self._arriving, self._storing, self._free, self._messages):
+            held.clear()
 
     def _connect(self) -> None:
         device, patience = self._sink.device, self._timeouts.handshake

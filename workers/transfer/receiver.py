@@ -226,7 +226,7 @@ class DecodeReceiver:
             if peer not in self._peers:
                 return
             affected = self._forget_peer(peer)
-        self._tell_of_loss(peer, affected)
+        self._tell_of_loss(peer, affected, TransferError(f"prefill rank {peer} is gone"))
 
     def on_tick(self) -> None:
         """Ping, and end what took too long."""
@@ -304,7 +304,12 @@ class DecodeReceiver:
                 return
             state.storing.append(rows)
             place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
-            rows.begin(self._sink, pages, place, chunk.digest)
+            try:
+                rows.begin(self._sink, pages, place, chunk.digest)
+            except Exception as error:  # a device without memory, for one
+                logger.exception("rows of room %d could not be stored", chunk.room)
+                reason = f"room {chunk.room}: rows could not be stored: {error!r}"
+                self._give_up(chunk.room, TransferError(reason))
 
     def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
         """What was begun with a chunk is complete: verify it."""
@@ -346,7 +351,7 @@ class DecodeReceiver:
             self._link.disconnect(peer)
             affected = self._forget_peer(peer)
         logger.error("%s", error)
-        self._tell_of_loss(peer, affected)
+        self._tell_of_loss(peer, affected, error)
 
     # ---- ends
 
@@ -363,14 +368,14 @@ class DecodeReceiver:
             self._leaving.add(peer.inbox)
             peer.inbox = None
 
-    def _tell_of_loss(self, peer: str, rooms: list[int]) -> None:
+    def _tell_of_loss(self, peer: str, rooms: list[int], error: TransferError) -> None:
         """Fail a lost rank's rooms.
 
         Not under the lock: the engine calls this class under one that ``on_peer_lost`` takes.
         """
         logger.warning("prefill rank %s is gone, %d rooms affected", peer, len(rooms))
         self._on_peer_lost(peer)
-        self._fail_rooms(rooms, TransferError(f"prefill rank {peer} is gone"))
+        self._fail_rooms(rooms, error)
 
     def _fail_rooms(self, rooms: list[int], error: TransferError) -> None:
         for room in rooms:

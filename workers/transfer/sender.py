@@ -430,7 +430,11 @@ class PrefillSender:
                 return False
             digests = state.digests[pusher.peer]
         place = (room, len(digests), page_start, len(pages))
-        digests.append(pusher.outbox.send(place, pages))
+        try:
+            digests.append(pusher.outbox.send(place, pages))
+        except Exception:
+            pusher.grant(nbytes)  # decode, which got nothing, gives no credit back for it
+            raise
         self.statistics.count_bytes(nbytes, tokens)
         with self._lock:
             state.payload_bytes += nbytes
