@@ -26,6 +26,8 @@ log = structlog.get_logger("tpla.router.dispatch")
 
 ABORT_TRIES = 3
 
+_WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TRUNCATED})
+
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
@@ -52,13 +54,15 @@ class Dispatcher:
         """An attempt whose KV has landed (for a stream) or whose answer is here.
 
         The caller closes it. Nothing has been sent to the client yet, so a failure is retried on
-        another pair, ``max_retries`` times at most and within the call's deadline.
+        another pair, ``max_retries`` times at most and within the call's deadline, unless
+        ``max_lost_workers`` went away under it.
 
         Raises:
             RoutingError: no worker, or the last attempt failed; the error of that attempt.
         """
         excluded: set[str] = set()
         failure: LegFailure | None = None
+        lost_workers = 0
         for number in range(self._retry.max_retries + 1):
             if failure is not None:
                 await self._pause(number, call, failure)
@@ -70,7 +74,8 @@ class Dispatcher:
                 await attempt.close()
                 failure = failed
                 excluded |= _suspects(failed, pair)
-                if not failure.retryable:
+                lost_workers += failed.reason in _WENT_AWAY
+                if not failure.retryable or lost_workers == self._retry.max_lost_workers:
                     break
             except BaseException:
                 await attempt.close()

@@ -67,6 +67,10 @@ def _router(
     balance_abs_threshold: Annotated[int | None, typer.Option(help="cache_aware [32]")] = None,
     balance_rel_threshold: Annotated[float | None, typer.Option(help="cache_aware [1.5]")] = None,
     retry_max_retries: Annotated[int | None, typer.Option(help="[5]")] = None,
+    retry_max_lost_workers: Annotated[
+        int | None,
+        typer.Option(help="A request that so many workers died under gets no other [3]."),
+    ] = None,
     cb_failure_threshold: Annotated[int | None, typer.Option(help="[10]")] = None,
     cb_timeout_duration_secs: Annotated[float | None, typer.Option(help="[60]")] = None,
     health_check_interval_secs: Annotated[float | None, typer.Option(help="[5]")] = None,
@@ -120,7 +124,10 @@ def config_from_flags(flags: dict[str, Any]) -> RouterConfig:
             "worker_api_key": f["worker_api_key"],
             "prefill_policy": f["prefill_policy"] or f["policy"],
             "decode_policy": f["decode_policy"],
-            "retry": {"max_retries": f["retry_max_retries"]},
+            "retry": {
+                "max_retries": f["retry_max_retries"],
+                "max_lost_workers": f["retry_max_lost_workers"],
+            },
             "breaker": {
                 "failure_threshold": f["cb_failure_threshold"],
                 "timeout_secs": f["cb_timeout_duration_secs"],

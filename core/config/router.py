@@ -95,6 +95,8 @@ class RetryPolicy(_Frozen):
     """Attempts on other workers before the client has received anything."""
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 5
+    max_lost_workers: Annotated[int, Field(ge=1)] = 3
+    """A request that so many workers went away from may be why they did: no other gets it."""
     base_delay: Seconds = 0.05
     max_delay: Seconds = 2.0
 

@@ -269,6 +269,15 @@ def test_retries_are_bounded() -> None:
         assert len(system.prefill[0].seen) == 3
 
 
+def test_a_request_that_ends_workers_is_not_given_to_all_of_them() -> None:
+    with cluster(prefill=5, retry={"max_retries": 5, "max_lost_workers": 2}) as system:
+        for worker in system.prefill:
+            worker.faults = Faults(die=True, only=1)
+        assert system.complete().status_code == 502
+        assert [len(worker.seen) for worker in system.prefill].count(1) == 2
+        assert system.client.get("/ready").status_code == 200
+
+
 def test_a_stream_that_has_begun_is_not_retried() -> None:
     with cluster(retry={"max_retries": 5}) as system:
         system.decode[0].faults = Faults(truncate_after=1, token_delay=0.1)

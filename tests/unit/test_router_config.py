@@ -23,7 +23,7 @@ from tpla.server import cli
 FLAGS = {
     "prefill", "decode", "host", "port", "model", "api_key", "worker_api_key", "policy",
     "prefill_policy", "decode_policy", "cache_threshold", "balance_abs_threshold",
-    "balance_rel_threshold", "retry_max_retries", "cb_failure_threshold",
+    "balance_rel_threshold", "retry_max_retries", "retry_max_lost_workers", "cb_failure_threshold",
     "cb_timeout_duration_secs", "health_check_interval_secs", "health_check_timeout_secs",
     "health_failure_threshold", "health_path", "load_path", "max_concurrent_requests",
     "queue_size", "queue_timeout_secs", "request_timeout_secs", "shutdown_grace_period_secs",
