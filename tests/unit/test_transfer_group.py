@@ -240,6 +240,30 @@ def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(
     assert decode.receiver.accounting()["peers"] == 1
 
 
+def test_a_decode_rank_that_never_dials_costs_prefill_no_memory(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("this device is full")
+
+    def remembered(*arguments: Any) -> Any:
+        made.append(arguments)
+        return staging(*arguments)
+
+    prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
+    made: list[Any] = []
+    staging = prefill.source.staging
+    monkeypatch.setattr(prefill.source, "staging", remembered)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.receiver._plane.sink, "staging", full)
+        decode.reserve(ROOM, prefill.endpoint, TARGET)
+        assert eventually(lambda: ROOM in decode.events.failed)
+    assert not made
+    decode.receiver.forget(ROOM)
+    assert migrate(prefill, decode, ROOM + 1)
+    assert len(made) == group_plane.SENDING_BUFFERS
+
+
 def test_decode_gives_the_memory_back_that_served_a_lost_peer(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,11 +282,12 @@ class TplaKVSender(_Polled, CommonKVSender):
 
     def abort(self) -> None:
         """SGLang gives the request up: tell decode, stop pushing."""
+        room, manager = self.bootstrap_room, self.kv_mgr
         reason = "the request was aborted on prefill"
-        self.kv_mgr.sender.abort(self.bootstrap_room, reason)
+        manager.sender.abort(room, reason)
         self.conclude_state = KVPoll.Failed
-        if self.bootstrap_room not in self.kv_mgr.failure_records:  # the room was over already
-            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        if room in manager.request_status and room not in manager.failure_records:
+            manager.record_failure(room, reason)  # the room was over: no event says so
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Bytes that were on the wire and the time they took; SGLang reports both."""

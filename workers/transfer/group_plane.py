@@ -123,18 +123,18 @@ class GroupOutbox:
     def connect(self, handler: OutboxHandler) -> None:
         """As the protocol's; NCCL connects at a lane's first operation, so that is done here.
 
-        First the buffers are made and their kernels compiled, which takes seconds at most. A rank
-        that is not there is waited for by the channel, which can be told to stop.
+        A rank that is not there is waited for by the channel, which can be told to stop. Only for
+        one that is there are buffers made and their kernels compiled, which takes seconds at most.
         """
         device, patience = self._source.device, self._timeouts.handshake
+        self._channel = accept(self._listener, patience, self._timeouts.push)
+        if self._cancelled.is_set():
+            raise TransferAborted(f"stopped waiting for {self._peer} to join")
         size = max(self.chunk_bytes, self._page_bytes)
         self._buffers = [
             _SendingBuffer(self._source.staging(self._layout, size)) for _ in range(SENDING_BUFFERS)
         ]
         begun = time.monotonic()
-        self._channel = accept(self._listener, patience, self._timeouts.push)
-        if self._cancelled.is_set():
-            raise TransferAborted(f"stopped waiting for {self._peer} to join")
         name = f"tpla-acks-{self._peer}"
         self._reader = threading.Thread(target=self._read, args=[handler], name=name, daemon=True)
         self._reader.start()
