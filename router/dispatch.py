@@ -26,8 +26,6 @@ log = structlog.get_logger("tpla.router.dispatch")
 
 ABORT_TRIES = 3
 
-_WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TRUNCATED})
-
 _ID_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
@@ -74,7 +72,7 @@ class Dispatcher:
                 await attempt.close()
                 failure = failed
                 excluded |= _suspects(failed, pair)
-                lost_workers += failed.reason in _WENT_AWAY
+                lost_workers += failed.reason in failures.WENT_AWAY
                 if not failure.retryable or lost_workers == self._retry.max_lost_workers:
                     break
             except BaseException:

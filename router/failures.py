@@ -46,6 +46,9 @@ class Reason(str, Enum):
 LOST = frozenset({Reason.CONNECT, Reason.DISCONNECTED, Reason.TIMEOUT, Reason.TRUNCATED})
 """The worker itself is gone or silent, as opposed to one that answers with an error."""
 
+WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TRUNCATED})
+"""It had the request, and its connection ended."""
+
 _NEUTRAL = frozenset({Reason.BUSY, Reason.DEADLINE, Reason.STOPPED})
 _FINAL = frozenset({Reason.REFUSED, Reason.DEADLINE, Reason.STOPPED})
 

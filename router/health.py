@@ -80,7 +80,7 @@ class HealthMonitor:
     async def check(self, worker: Worker) -> None:
         """Check ``worker`` once."""
         was_healthy = worker.healthy
-        gone = False
+        loss: Reason | None = None
         problem = await self._probe(worker)
         worker.last_check = time.time()
         if problem is None and not (was_healthy and worker.identified):
@@ -92,13 +92,13 @@ class HealthMonitor:
         else:
             worker.failed_checks += 1
             worker.reason = problem.text
-            gone = problem.decisive or worker.failed_checks >= self._policy.failure_threshold
-            worker.healthy = worker.healthy and not gone
+            if problem.decisive or worker.failed_checks >= self._policy.failure_threshold:
+                worker.healthy, loss = False, problem.loss
         if worker.healthy != was_healthy:
             log.info("worker_health", worker=worker.id, url=worker.address.url,
                      healthy=worker.healthy, reason=worker.reason)  # fmt: skip
-        if gone and problem is not None and problem.loss is not None:
-            await self._on_lost(worker, problem.loss)
+        if loss is not None:
+            await self._on_lost(worker, loss)
 
     async def _watch(self, worker: Worker) -> None:
         while worker.id in self._registry.workers:

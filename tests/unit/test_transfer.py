@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,11 +41,16 @@ def assert_holds(pool: Pool, page: int, runs: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(stored, expected)
 
 
-def make_ready(pair: Pair) -> None:
+def make_ready(pair: Pair, room: int = ROOM) -> None:
     """Open the room at both ends and wait until prefill may push."""
-    pair.sender.open(ROOM)
-    pair.reserve(ROOM, TARGET)
-    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.sender.open(room)
+    pair.reserve(room, TARGET)
+    assert eventually(lambda: room in pair.events.ready)
+
+
+def full(*arguments: Any) -> Any:
+    """As a device without memory."""
+    raise MemoryError("this device is full")
 
 
 @pytest.fixture
@@ -237,8 +241,7 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
     pair.sender.close()
     for rank in pair.ranks:
         assert eventually(lambda rank=rank: ROOM in rank.events.failed)
-        # Of its sockets, any may be the first to tell.
-        assert re.search("gone|broke", str(rank.events.failed[ROOM]))
+        assert "gone" in str(rank.events.failed[ROOM])
         assert rank.lost == [pair.endpoint]
         assert rank.receiver.accounting()["peers"] == 0
 
@@ -352,43 +355,33 @@ def test_word_of_a_connection_that_was_dropped_does_not_end_the_greeting_after_i
 def test_pages_that_cannot_be_read_cost_no_credit(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> Any:
-        raise MemoryError("this device is full")
-
     monkeypatch.setattr(message_plane, "WINDOW_BYTES", 6_000)
     pair = make_pair("zmq", 1)
     for room in range(1, 6):  # more than the window holds, where they cost it
         with monkeypatch.context() as patch:
             patch.setattr(SourcePool, "read", full)
-            reserve_and_push(pair, room)
+            make_ready(pair, room)
+            pair.push(room, PAGES)
             assert eventually(lambda room=room: room in pair.ranks[0].events.failed)
         assert "this device is full" in str(pair.events.failed[room])
         finish(pair, room)
-    reserve_and_push(pair, ROOM)
+    make_ready(pair, ROOM)
+    pair.push(ROOM, PAGES)
     assert eventually(lambda: ROOM in pair.events.done), pair.events.failed
 
 
 def test_rows_that_cannot_be_stored_fail_the_room_with_the_reason(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> Any:
-        raise MemoryError("this device is full")
-
     pair = make_pair("zmq", 1)
     with monkeypatch.context() as patch:
         patch.setattr(pair.ranks[0].pool, "write", full)
-        reserve_and_push(pair, ROOM)
+        make_ready(pair, ROOM)
+        pair.push(ROOM, PAGES)
         assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
     assert "this device is full" in str(pair.ranks[0].events.failed[ROOM])
     assert eventually(lambda: ROOM in pair.events.failed)
     finish(pair)
-    reserve_and_push(pair, ROOM + 1)
+    make_ready(pair, ROOM + 1)
+    pair.push(ROOM + 1, PAGES)
     assert eventually(lambda: ROOM + 1 in pair.events.done), pair.events.failed
-
-
-def reserve_and_push(pair: Pair, room: int) -> None:
-    """From both legs of a request to the push of all of its pages."""
-    pair.sender.open(room)
-    pair.reserve(room, TARGET)
-    assert eventually(lambda: room in pair.events.ready)
-    pair.push(room, PAGES)

@@ -110,6 +110,11 @@ def slow_down_aborts(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
     monkeypatch.setattr(GlooGroup, "abort", slowly)
 
 
+def full(*arguments: Any) -> Any:
+    """As a device without memory."""
+    raise torch.OutOfMemoryError("this device is full")
+
+
 def breaks(*arguments: Any) -> Any:
     """As a device would."""
     raise RuntimeError("a device that broke")
@@ -243,9 +248,6 @@ def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(
 def test_a_decode_rank_that_never_dials_costs_prefill_no_memory(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("this device is full")
-
     def remembered(*arguments: Any) -> Any:
         made.append(arguments)
         return staging(*arguments)
@@ -287,9 +289,6 @@ def test_decode_gives_the_memory_back_that_served_a_lost_peer(
 def test_a_rank_without_memory_for_staging_says_so_at_once_and_serves_when_it_has_some(
     closing: Closing, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    def full(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("this device is full")
-
     prefill, decode = closing(Prefill(CACHE)), closing(Decode(CACHE))
     sink = decode.receiver._plane.sink
     with monkeypatch.context() as patch:

@@ -1,7 +1,8 @@
 """Requests that name tokens which the model does not have are refused.
 
 SGLang 0.5.16 looks such a token up in the embedding, or in a batch's penalties, where the index
-error ends the scheduler, and with it every request of the worker.
+error ends the scheduler, and with it every request of the worker. Its own check of prompts, which
+nothing there calls, would answer with the whole prompt, and it has none of stop tokens.
 """
 
 from __future__ import annotations

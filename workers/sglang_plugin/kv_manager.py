@@ -55,7 +55,6 @@ class TplaKVManager(CommonKVManager):
 
     sender: PrefillSender
     receiver: DecodeReceiver
-    _impatient_until = 0.0
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
@@ -63,6 +62,7 @@ class TplaKVManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # ours carries both directions
         self.room_metadata: dict[int, int] = {}
+        self._impatient_until = 0.0
         self._fetching: dict[str, threading.Thread] = {}
         self._addresses_of_peer: dict[str, set[str]] = {}
 

@@ -270,7 +270,7 @@ class GroupInbox:
                 self._turn()
         except Exception as error:
             if not self._cancelled.is_set():
-                reason = f"the {self._backend} data plane of {self._peer} broke: {error!r}"
+                reason = f"the {self._backend} data plane of {self._peer} is gone: {error!r}"
                 self._handler.on_broken(self._peer, self, TransferError(reason))
         finally:
             if self._channel is not None:
