@@ -41,13 +41,13 @@ def kernel_stages(pool: Any, layout: CacheLayout, pages: int) -> list[dict[str, 
     pointer_Y = pointers(pool.kv_buffer)
     rows_YTB = torch.empty(run.shape(tokens), dtype=torch.uint8, device=device)
     word_W = rows_YTB.view(-1).view(torch.int64)
-    digest_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    start_1, result_1, tally_2 = torch.zeros(4, dtype=torch.int64, device=device).split((1, 1, 2))
     target = [torch.empty_like(rows_YTB[0]) for _ in run.layers]
     target_Y, page_N = pointers(target), torch.randperm(pages, device=device)
     dtype, size = pool.kv_buffer[0].dtype, pool.page_size
     launches = {
         "gather": prepare_gather_pages(pointer_Y, dtype, page_N, size, run.layout, rows_YTB),
-        "digest": prepare_row_digest(word_W, digest_1),
+        "digest": prepare_row_digest(word_W, start_1, tally_2, result_1),
         "scatter": prepare_scatter_pages(rows_YTB, target_Y, page_N, size, run.layout),
     }
     with torch.cuda.device(device):

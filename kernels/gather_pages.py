@@ -103,7 +103,10 @@ def prepare_gather_pages(
     layout: LatentLayout,
     staging_YTB: torch.Tensor,
 ) -> PreparedLaunch:
-    """:func:`gather_pages` of whatever the tensors hold when it is launched."""
+    """:func:`gather_pages` of whatever the tensors hold when it is launched.
+
+    ``pages_N`` may lie in pinned host memory.
+    """
     plan, rope = layout.plan, layout.qk_rope_head_dim
     layers, tokens = layer_pointer_Y.shape[0], pages_N.shape[0] * page_size
     require_layout(layout, "gather_pages")

@@ -21,11 +21,14 @@ _BLOCK_WORDS = 4096
 
 
 # One binary for chunks of any number of pages, else some of a transfer wait for a compilation.
-@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["digest_ptr"])
+@triton.jit(do_not_specialize=["words"], do_not_specialize_on_alignment=["start_ptr", "result_ptr"])
 def _digest_kernel(
     word_ptr,
-    digest_ptr,
     words,
+    start_ptr,
+    tally_ptr,
+    result_ptr,
+    SUBTRACT: tl.constexpr,
     STEP: tl.constexpr,
     FIRST_FACTOR: tl.constexpr,
     SECOND_FACTOR: tl.constexpr,
@@ -42,7 +45,12 @@ def _digest_kernel(
     mixed = (mixed ^ (mixed >> SECOND_SHIFT)) * SECOND_FACTOR
     mixed = mixed ^ (mixed >> THIRD_SHIFT)
     mixed = tl.where(ok, mixed.to(tl.int64, bitcast=True), 0)
-    tl.atomic_add(digest_ptr, tl.sum(mixed, 0))
+    tl.atomic_add(tally_ptr, tl.sum(mixed, 0))
+    if tl.atomic_add(tally_ptr + 1, 1) == tl.num_programs(0) - 1:  # all others have added theirs
+        digest = tl.atomic_xchg(tally_ptr, 0)
+        tl.store(tally_ptr + 1, 0)
+        start = tl.load(start_ptr)
+        tl.store(result_ptr, start - digest if SUBTRACT else start + digest)
 
 
 def row_digest(word_W: torch.Tensor) -> torch.Tensor:
@@ -57,30 +65,45 @@ def row_digest(word_W: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the words are not contiguous int64.
     """
-    digest_1 = torch.zeros(1, dtype=torch.int64, device=word_W.device)
+    result_1 = torch.zeros(1, dtype=torch.int64, device=word_W.device)
     if len(word_W):
-        prepare_row_digest(word_W, digest_1)()
-    return digest_1[0]
+        tally_2 = torch.zeros(2, dtype=torch.int64, device=word_W.device)
+        prepare_row_digest(word_W, torch.zeros_like(result_1), tally_2, result_1)()
+    return result_1[0]
 
 
-def prepare_row_digest(word_W: torch.Tensor, digest_1: torch.Tensor) -> PreparedLaunch:
-    """A launch that adds a buffer's digest to ``digest_1``, modulo 2**64.
+def prepare_row_digest(
+    word_W: torch.Tensor,
+    start_1: torch.Tensor,
+    tally_2: torch.Tensor,
+    result_1: torch.Tensor,
+    subtract: bool = False,
+) -> PreparedLaunch:
+    """A launch that stores ``start_1`` plus a buffer's digest, modulo 2**64.
 
     Args:
         word_W: int64 view of the bytes, one word at least.
-        digest_1: one int64 of the same device.
+        start_1: one int64 of the device, or of pinned host memory.
+        tally_2: two int64 of the device, zeros; the launch's own, and zeros again behind it.
+        result_1: one int64 of the device, or of pinned host memory; written.
+        subtract: store ``start_1`` minus the digest instead.
 
     Raises:
-        ValueError: the words are not contiguous int64, or ``digest_1`` is not one of them.
+        ValueError: a tensor is not of contiguous int64, or not as long.
     """
     require_tensor("words", word_W, (word_W.shape[0],), (torch.int64,))
-    require_tensor("digest", digest_1, (1,), (torch.int64,))
+    require_tensor("start", start_1, (1,), (torch.int64,))
+    require_tensor("tally", tally_2, (2,), (torch.int64,))
+    require_tensor("result", result_1, (1,), (torch.int64,))
     return PreparedLaunch(
         _digest_kernel,
         (triton.cdiv(len(word_W), _BLOCK_WORDS),),
         word_W,
-        digest_1,
         len(word_W),
+        start_1,
+        tally_2,
+        result_1,
+        SUBTRACT=subtract,
         STEP=ref.STEP,
         FIRST_FACTOR=ref.FIRST_FACTOR,
         SECOND_FACTOR=ref.SECOND_FACTOR,

@@ -74,7 +74,10 @@ def prepare_scatter_pages(
     page_size: int,
     layout: LatentLayout,
 ) -> PreparedLaunch:
-    """:func:`scatter_pages` of whatever the tensors hold when it is launched."""
+    """:func:`scatter_pages` of whatever the tensors hold when it is launched.
+
+    ``pages_N`` may lie in pinned host memory.
+    """
     layers, pages = layer_pointer_Y.shape[0], pages_N.shape[0]
     require_layout(layout, "scatter_pages")
     require_tensor("layer_pointer", layer_pointer_Y, (layers,), (torch.int64,))

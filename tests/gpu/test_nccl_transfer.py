@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -45,6 +48,8 @@ BF16 = Cache(
 PATIENT = PATIENCE.model_copy(update={"push": 20.0, "ack": 20.0})
 SOURCE, TARGET = list(range(FP8.pages)), list(reversed(range(FP8.pages)))
 LIMIT = PATIENCE.push + 2
+WATCHDOG_SECONDS = 75
+"""Torch's watchdog ends a process a minute after it saw an operation of NCCL fail, if it may."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +87,25 @@ def arrives(prefill: Prefill, decode: Process, room: int) -> bool:
     assert eventually(lambda: room in prefill.events.done, 30), prefill.events.failed
     decode.pipe.send(prefill.rows(SOURCE, prefill.cache.layout))
     return bool(decode.pipe.recv())
+
+
+def told_prefill_process(pipe: Connection, cache: Cache, pages: list[int]) -> None:
+    """Serve each room when told its number and then to go on; say why it failed, if it did."""
+    group_plane.CHUNK_BYTES = cache.chunk_bytes
+    prefill = Prefill(cache)
+    events = prefill.events
+
+    def ended(room: int) -> bool:
+        return room in events.done or room in events.failed
+
+    pipe.send((prefill.endpoint, prefill.rows(pages, cache.layout)))
+    for room in iter(pipe.recv, None):
+        prefill.open(room)
+        pipe.send("reserved")
+        pipe.recv()
+        prefill.push(room, pages)
+        eventually(partial(ended, room), 30)
+        pipe.send(str(events.failed.get(room, "")))
 
 
 @pytest.mark.parametrize("cache", [FP8, BF16], ids=["fp8", "bf16"])
@@ -124,6 +148,35 @@ def test_a_decode_rank_that_stops_or_dies_is_given_up_in_time_and_a_new_one_is_s
     assert seconds_until(lambda: ROOM in prefill.events.failed, LIMIT) < LIMIT
     assert eventually(lambda: prefill.sender.accounting()["peers"] == 0)
     assert arrives(prefill, successor, ROOM + 1)
+
+
+def test_a_prefill_rank_outlives_torchs_watchdog_when_its_peer_died_in_a_chunk(
+    closing: Closing,
+) -> None:
+    prefill = closing(Process(told_prefill_process, FP8, SOURCE))
+    dying = closing(Process(decode_process, FP8, ROOM, TARGET))
+    endpoint, rows = prefill.pipe.recv()
+    assert dying.pipe.recv() == "ready"
+    dying.pipe.send(endpoint)
+    prefill.pipe.send(ROOM)
+    assert prefill.pipe.recv() == "reserved"
+    dying.pipe.send("stop")
+    assert eventually(dying.stands_still)
+    prefill.pipe.send("go")
+    assert prefill.pipe.recv()  # why it failed
+    dying.close()
+    time.sleep(WATCHDOG_SECONDS)
+    assert prefill.process.is_alive()
+    successor = closing(Process(decode_process, FP8, ROOM + 1, TARGET))
+    assert successor.pipe.recv() == "ready"
+    successor.pipe.send(endpoint)
+    successor.pipe.send("go")
+    prefill.pipe.send(ROOM + 1)
+    assert prefill.pipe.recv() == "reserved"
+    prefill.pipe.send("go")
+    assert prefill.pipe.recv() == ""
+    successor.pipe.send(rows)
+    assert successor.pipe.recv()
 
 
 def test_a_prefill_rank_that_dies_in_a_chunk_is_given_up_and_a_new_one_serves(

@@ -61,15 +61,26 @@ def test_any_flipped_bit_and_any_exchange_of_words_shows() -> None:
     assert int(row_digest(changed_W)) != intact
 
 
-def test_a_prepared_launch_adds_the_digest_of_what_the_words_are_then() -> None:
-    word_W, digest_1 = words(300).to(DEVICE), torch.full((1,), 5, device=DEVICE)
-    launch, expected = prepare_row_digest(word_W, digest_1), 5
+@pytest.mark.parametrize("subtract", [False, True], ids=["add", "subtract"])
+def test_a_prepared_launch_tells_the_digest_of_what_the_words_are_then(subtract: bool) -> None:
+    count, pinned = 9000, DEVICE != "cpu"
+    word_W = words(count).to(DEVICE)
+    start_1, result_1 = (
+        torch.empty(1, dtype=torch.int64, pin_memory=pinned) for _ in ("start", "result")
+    )
+    tally_2 = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    launch = prepare_row_digest(word_W, start_1, tally_2, result_1, subtract)
     for seed in (1, 2, 3):
-        changed_W = words(300, seed)
+        changed_W = words(count, seed)
         word_W.copy_(changed_W)
+        start_1[0] = seed << 40
         launch()
-        expected += int(reference(changed_W))
-    assert int(digest_1) & MASK == expected & MASK
+        if pinned:
+            torch.cuda.synchronize()
+        digest = int(reference(changed_W))
+        expected = (seed << 40) + (-digest if subtract else digest)
+        assert int(result_1) & MASK == expected & MASK
+        assert tally_2.tolist() == [0, 0]
 
 
 def test_other_than_contiguous_words_are_refused() -> None:

@@ -1,13 +1,15 @@
-"""Staging memory on a GPU: what a chunk needs beside its rows lies behind them.
+"""Staging memory on a GPU, and a little pinned host memory that the GPU's kernels read and write.
 
 ::
 
-    prefill   rows | digest | pages           one upload of digest's first value and pages,
-    decode    rows | digest | found | pages   one launch a layout of rows, one of the digest
+    device    rows | digest
+    prefill   place | pages     read: what the digest begins with, and where to gather
+    decode    found | pages     written: the place that the digest was made for; where to scatter
 
-Nothing here waits for the device but :meth:`CudaIncoming.intact`. All launches are made on a stream
-of the transfer's own, and prepared once for chunks of as many pages: the host must be done with a
-chunk before the wire is. What they run is compiled when the memory is made, not for the first rows.
+Nothing here waits for the device but :meth:`CudaIncoming.intact`. A chunk is one launch a layout of
+rows and one of the digest, on a stream of the transfer's own, and nothing is copied beside it: the
+host must be done with a chunk before the wire is. Launches are prepared once for chunks of as many
+pages. What they run is compiled when the memory is made, not for the first rows.
 
 Shape suffixes: N pages, B bytes, W 64-bit words.
 """
@@ -28,7 +30,7 @@ from tpla.workers.transfer.protocol import Pages
 from tpla.workers.transfer.staging import DAMAGED_BIT, WORD_BYTES, signed, wire_bytes
 
 Prepare = Callable[[torch.Tensor, torch.Tensor], Sequence[PreparedLaunch]]
-"""Launches that gather or scatter pages ``[N]``, int64, to or from rows ``[bytes]``."""
+"""Launches that gather or scatter pages ``[N]``, wherever they lie, to or from rows ``[bytes]``."""
 
 _PREPARED_SIZES = 64
 """Chunks of so many different sizes are prepared at a time; most of them are whole ones."""
@@ -39,30 +41,26 @@ class _Chunk:
     """A number of pages in staging memory.
 
     Attributes:
-        wire_W: rows and their digests on the device.
-        control_W: on the device, the value that the last digest begins with, and the pages.
-        pinned_W: the same in host memory, to be copied from there.
-        pinned: that memory as the host writes it.
-        launches: what moves the rows, and adds to the last digest.
+        wire_W: rows and their digest on the device.
+        pages: the pages in host memory, as the host writes them.
+        launches: what moves the rows, and makes or verifies the digest.
     """
 
     wire_W: torch.Tensor
-    control_W: torch.Tensor
-    pinned_W: torch.Tensor
-    pinned: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.int64]
     launches: tuple[PreparedLaunch, ...]
 
 
 class _CudaStaging:
-    """Device words, and pinned ones that are copied behind a chunk's rows."""
+    """Memory of a chunk, and what is launched for it; ``verifies`` a digest or else makes one."""
 
     def __init__(
         self,
         nbytes: int,
         page_bytes: int,
-        digests: int,
         prepare: Prepare,
         stream: torch.cuda.Stream,
+        verifies: bool,
     ) -> None:
         if page_bytes % WORD_BYTES:
             raise ConfigError(
@@ -70,12 +68,15 @@ class _CudaStaging:
                 "on GPUs choose an even --page-size"
             )
         pages = nbytes // page_bytes
-        words = nbytes // WORD_BYTES + digests + pages
         with torch.cuda.stream(stream):  # else the memory may be in use by another stream's work
-            self._word_W = torch.empty(words, dtype=torch.int64, device=stream.device)
-        self._pinned_W = torch.empty(1 + pages, dtype=torch.int64, pin_memory=True)
+            self._word_W = torch.empty(
+                wire_bytes(nbytes) // WORD_BYTES, dtype=torch.int64, device=stream.device
+            )
+            self._tally_2 = torch.zeros(2, dtype=torch.int64, device=stream.device)
+        self._host_W = torch.empty(1 + pages, dtype=torch.int64, pin_memory=True)
+        self._host = self._host_W.numpy()
         self._page_words = page_bytes // WORD_BYTES
-        self._digests, self._prepare, self._stream = digests, prepare, stream
+        self._prepare, self._stream, self._verifies = prepare, stream, verifies
         self._moved = torch.cuda.Event()
         self._chunks: dict[int, _Chunk] = {}
         with torch.cuda.stream(stream):  # whose device the kernels are compiled for
@@ -92,29 +93,29 @@ class _CudaStaging:
 
     def _prepare_chunk(self, count: int) -> _Chunk:
         rows = count * self._page_words
-        behind = rows + self._digests
-        first = behind - 1
-        row_W, page_N = self._word_W[:rows], self._word_W[behind : behind + count]
+        row_W, digest_1 = self._word_W[:rows], self._word_W[rows : rows + 1]
+        place_1, page_N = self._host_W[:1], self._host_W[1 : 1 + count]
         moves = self._prepare(page_N, row_W.view(torch.uint8))
-        digest = prepare_row_digest(row_W, self._word_W[first:behind])
-        pinned_W = self._pinned_W[: 1 + count]
+        start_1, result_1 = (digest_1, place_1) if self._verifies else (place_1, digest_1)
+        digest = prepare_row_digest(row_W, start_1, self._tally_2, result_1, self._verifies)
         return _Chunk(
-            wire_W=self._word_W[:behind],
-            control_W=self._word_W[first : behind + count],
-            pinned_W=pinned_W,
-            pinned=pinned_W.numpy(),
+            wire_W=self._word_W[: rows + 1],
+            pages=self._host[1 : 1 + count],
             launches=(*moves, digest),
         )
 
-    def _begin(self, pages: Pages, seed: int) -> torch.Tensor:
-        """Upload and launch; returns the rows and their digests. On the staging's stream."""
-        self._moved.synchronize()  # of a chunk before, whose upload may not have begun
+    def _next(self, pages: Pages) -> _Chunk:
+        """With ``pages`` in place, when the kernels of the chunk before have read theirs."""
+        self._moved.synchronize()
         chunk = self._chunk(len(pages))
-        chunk.pinned[0], chunk.pinned[1:] = signed(seed), pages
-        chunk.control_W.copy_(chunk.pinned_W, non_blocking=True)
-        for launch in chunk.launches:
-            launch()
-        return chunk.wire_W
+        chunk.pages[:] = pages
+        return chunk
+
+    def _launch(self, chunk: _Chunk) -> None:
+        with torch.cuda.stream(self._stream):
+            for launch in chunk.launches:
+                launch()
+            self._moved.record()
 
 
 class CudaOutgoing(_CudaStaging):
@@ -123,15 +124,15 @@ class CudaOutgoing(_CudaStaging):
     def __init__(
         self, nbytes: int, page_bytes: int, prepare: Prepare, stream: torch.cuda.Stream
     ) -> None:
-        super().__init__(nbytes, page_bytes, 1, prepare, stream)
+        super().__init__(nbytes, page_bytes, prepare, stream, verifies=False)
         self.ready: torch.cuda.Event | None = self._moved
 
     def pack(self, pages: Pages, seed: int) -> torch.Tensor:
         """As the protocol's."""
-        with torch.cuda.stream(self._stream):
-            word_W = self._begin(pages, seed)
-            self._moved.record()
-        return word_W.view(torch.uint8)
+        chunk = self._next(pages)
+        self._host[0] = signed(seed)
+        self._launch(chunk)
+        return chunk.wire_W.view(torch.uint8)
 
     def damage(self) -> None:
         """As the protocol's."""
@@ -146,9 +147,8 @@ class CudaIncoming(_CudaStaging):
     def __init__(
         self, nbytes: int, page_bytes: int, prepare: Prepare, stream: torch.cuda.Stream
     ) -> None:
-        super().__init__(nbytes, page_bytes, 2, prepare, stream)
-        self._digest_2 = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        self._digest = self._digest_2.numpy()
+        super().__init__(nbytes, page_bytes, prepare, stream, verifies=True)
+        self._place = 0
 
     def wire(self, nbytes: int) -> torch.Tensor:
         """As the protocol's."""
@@ -156,9 +156,9 @@ class CudaIncoming(_CudaStaging):
 
     def store(self, pages: Pages, nbytes: int, seed: int) -> None:
         """As the protocol's."""
-        with torch.cuda.stream(self._stream):
-            self._digest_2.copy_(self._begin(pages, seed)[-2:], non_blocking=True)
-            self._moved.record()
+        chunk = self._next(pages)
+        self._place = signed(seed)
+        self._launch(chunk)
 
     def stored(self) -> bool:
         """As the protocol's."""
@@ -167,4 +167,4 @@ class CudaIncoming(_CudaStaging):
     def intact(self) -> bool:
         """As the protocol's."""
         self._moved.synchronize()
-        return bool(self._digest[0] == self._digest[1])
+        return bool(self._host[0] == self._place)
