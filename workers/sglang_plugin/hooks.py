@@ -7,6 +7,7 @@ does nothing.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,29 +93,13 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.PREFILL_INIT_KV_MANAGER.path, attach, after)
     registry.register(targets.DECODE_INIT_KV_MANAGER.path, attach, after)
     registry.register(targets.GET_INTERNAL_STATE.path, accounting.add_to_internal_state, after)
-    registry.register(targets.HANDLE_SHUTDOWN.path, _leave_loop, after)
+    registry.register(targets.HANDLE_SHUTDOWN.path, _later("shutdown", "leave_loop"), after)
     registry.register(targets.VALIDATE_REQUEST.path, known_tokens.refuse_unknown_tokens, around)
 
 
-def _leave_loop(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    from tpla.workers.sglang_plugin.shutdown import leave_loop
-
-    leave_loop(output, scheduler, *args, **kwargs)
-
-
 def _register_prefill(registry: Any, hook_type: Any) -> None:
-    """Its module imports SGLang's senders, which it must not while plug-ins load."""
-
-    def from_queue(original: Any, *args: Any, **kwargs: Any) -> Any:
-        from tpla.workers.sglang_plugin.dropped_requests import clear_those_taken_from_the_queue
-
-        return clear_those_taken_from_the_queue(original, *args, **kwargs)
-
-    def between_chunks(original: Any, *args: Any, **kwargs: Any) -> Any:
-        from tpla.workers.sglang_plugin.dropped_requests import clear_the_chunked_one
-
-        return clear_the_chunked_one(original, *args, **kwargs)
-
+    from_queue = _later("dropped_requests", "clear_those_taken_from_the_queue")
+    between_chunks = _later("dropped_requests", "clear_the_chunked_one")
     for target in targets.TAKES_FROM_WAITING_QUEUE:
         registry.register(target.path, from_queue, hook_type.AROUND)
     registry.register(targets.ABORT_BETWEEN_CHUNKS.path, between_chunks, hook_type.AROUND)
@@ -133,33 +118,25 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
 
     registry.register(targets.BUILD_MLA_KV_POOL.path, build_pool, hook_type.AROUND)
     registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)
-    _register_freeing(registry, hook_type)
+    free_after_load = _later("decode_weights", "free_after_load")
+    registry.register(targets.LOAD_MODEL.path, free_after_load, hook_type.AFTER)
+    refuse_update = _later("decode_weights", "refuse_update")
+    for target in targets.UPDATE_WEIGHTS:
+        registry.register(target.path, refuse_update, hook_type.AROUND)
     if config.mode is Mode.TPLA:
-
-        def slice_after_load(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-            from tpla.workers.sglang_plugin.attention_shard import slice_after_load as around_load
-
-            around_load(original, self, *args, **kwargs)
-
+        slice_after_load = _later("attention_shard", "slice_after_load")
         registry.register(targets.POST_LOAD_WEIGHTS.path, slice_after_load, hook_type.AROUND)
 
 
-def _register_freeing(registry: Any, hook_type: Any) -> None:
-    """Its module imports the model, which it must not while plug-ins load."""
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A hook of this package, for a module that imports what cannot be while plug-ins load."""
 
-    def free_after_load(output: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        from tpla.workers.sglang_plugin.decode_weights import free_after_load as after_load
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        found = importlib.import_module(f"tpla.workers.sglang_plugin.{module}")
+        return getattr(found, name)(*args, **kwargs)
 
-        return after_load(output, runner, *args, **kwargs)
-
-    def refuse_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        from tpla.workers.sglang_plugin.decode_weights import refuse_update as around_update
-
-        return around_update(original, updater, *args, **kwargs)
-
-    registry.register(targets.LOAD_MODEL.path, free_after_load, hook_type.AFTER)
-    for target in targets.UPDATE_WEIGHTS:
-        registry.register(target.path, refuse_update, hook_type.AROUND)
+    hook.__name__ = hook.__qualname__ = name
+    return hook
 
 
 def _named(hook: functools.partial[Any]) -> functools.partial[Any]:

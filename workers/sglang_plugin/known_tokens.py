@@ -7,7 +7,7 @@ nothing there calls, would answer with the whole prompt, and it has none of stop
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 
@@ -26,10 +26,10 @@ def refuse_unknown_tokens(
     original(manager, obj, input_ids, *args, **kwargs)
 
 
-def _check(where: str, tokens: Iterable[int], vocab_size: int) -> None:
-    unknown = max(tokens, default=0)
-    if unknown >= vocab_size:
-        raise ValueError(
-            f"{where} holds token {unknown}, and the model has tokens below {vocab_size}; "
-            "was it made with another model's tokenizer?"
-        )
+def _check(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{where} holds token {token}, and the model has tokens 0 to {vocab_size - 1}; "
+                "was it made with another model's tokenizer?"
+            )
