@@ -6,9 +6,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,30 @@ class Worker:
         state = httpx.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
         return state["tpla"]
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The main process and every rank, as on a host that swaps."""
+        with suspended(psutil.Process(self.process.pid)):
+            yield
+
     def kill(self) -> None:
         """SIGKILL to the main process and every rank, as when a host dies."""
         stop_tree(self.process.pid)
         self.process.wait(10)
+
+
+@contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    """A process and all that it started stand still; what was killed meanwhile is no error."""
+    family = [process, *process.children(recursive=True)]
+    for each in family:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 def stop_tree(pid: int) -> None:
@@ -99,6 +119,22 @@ def ask(
     timeout: float = 120,
 ) -> Answer:
     """One greedy request on both legs, as the router sends it."""
+    with ThreadPoolExecutor(2) as pool:
+        legs = begin(pool, prefill, decode, prompt, tokens, ignore_eos=ignore_eos, timeout=timeout)
+        return Answer(legs[0].result(), legs[1].result())
+
+
+def begin(
+    pool: ThreadPoolExecutor,
+    prefill: Worker,
+    decode: Worker,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    ignore_eos: bool = False,
+    timeout: float = 120,
+) -> tuple[Future[httpx.Response], Future[httpx.Response]]:
+    """The same without waiting: decode's leg and prefill's."""
     body = {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": ignore_eos},
@@ -106,12 +142,11 @@ def ask(
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.SystemRandom().randrange(1, 2**62),
     }
-    with ThreadPoolExecutor(2) as pool:
-        legs = [
-            pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=timeout)
-            for worker in (decode, prefill)
-        ]
-        return Answer(legs[0].result(), legs[1].result())
+    decoding, prefilling = (
+        pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=timeout)
+        for worker in (decode, prefill)
+    )
+    return decoding, prefilling
 
 
 def idle(worker: Worker, timeout: float = 45.0) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from tests.e2e.deployment import Deployment, chat, deployed
 from tests.e2e.prompts import questions
+from tests.e2e.servers import suspended
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -104,18 +103,6 @@ class Clients:
         self.tally["refused"] += 1
 
 
-def pause(deployment: Deployment, worker: dict[str, Any], seconds: float) -> None:
-    """Let a worker and its ranks stand still, as a host that swaps or a paused container does."""
-    process = deployment.process_of(worker)
-    family = [process, *process.children(recursive=True)]
-    for each in family:
-        each.suspend()
-    time.sleep(seconds)
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.resume()
-
-
 def test_a_bad_night_costs_no_wrong_answer_and_nothing_is_held_in_the_morning(
     deployment: Deployment, request: pytest.FixtureRequest
 ) -> None:
@@ -132,7 +119,8 @@ def test_a_bad_night_costs_no_wrong_answer_and_nothing_is_held_in_the_morning(
                 deployment.revived(worker)
                 happened[f"{worker['role']} killed"] += 1
             else:
-                pause(deployment, worker, rng.choice(PAUSES))
+                with suspended(deployment.process_of(worker)):
+                    time.sleep(rng.choice(PAUSES))
                 happened[f"{worker['role']} paused"] += 1
             print(f"{dict(happened)} {dict(clients.tally)}", flush=True)
     finally:
