@@ -30,8 +30,19 @@ def put(values: Mapping[str, str], *, override: bool = True) -> None:
 SGLANG_ANY_WORKER = {
     # Else /health generates a token: a second at least, and a time-out while the scheduler is busy.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Else prefill hands over pages that the forward before may still be writing, together with an
+    # event to wait for, which SGLang gives to one backend's sender alone.
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
 """What SGLang itself needs in every worker."""
+
+SGLANG_UNLESS_SET = {
+    # Else a worker whose scheduler has failed stands still for 65 s, its connections open, to let
+    # debuggers look at it: requests hang, and its restart begins only then.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
+"""What SGLang does in every worker unless an operator asks for other."""
 
 NCCL_TRANSFER = {
     # Else torch's watchdog ends the whole worker, with its other peers' requests, when an operation
