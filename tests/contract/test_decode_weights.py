@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from sglang.srt.models import deepseek_v2
 from tpla.core.errors import HookError
-from tpla.workers.sglang_plugin.decode_weights import free_after_load, refuse_update
+from tpla.workers.sglang_plugin.decode_weights import free_after_load
+from tpla.workers.sglang_plugin.loaded_weights import refuse_update
 
 HEADS, NOPE, VALUE, LATENT = {heads}, 8, 8, 32
 
@@ -64,4 +65,4 @@ def test_the_projection_is_freed_and_what_was_made_of_it_stays(heads: int) -> No
     same, left, scales, problem, refusal = json.loads(line.removeprefix("RESULT"))
     assert same and left == 0 and scales == [1.0, 1.0]
     assert "layer 1 has no absorbed weights" in problem
-    assert refusal[0] is False and "start the worker anew" in refusal[1]
+    assert refusal[0] is False and "start the workers anew" in refusal[1]

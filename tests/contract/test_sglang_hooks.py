@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tpla.core.config import parse_worker_config
+from tpla.core.config.environment import SGLANG_ANY_WORKER, SGLANG_UNLESS_SET
 from tpla.workers.launch import environment_for
 from tpla.workers.sglang_plugin.targets import ALL_HOOKED, ATTENTION_CLASS
 
@@ -78,6 +79,15 @@ def in_worker_process(
 def test_every_target_resolves_with_the_expected_signature() -> None:
     problems, _ = in_worker_process(_RESOLVE)
     assert problems == {}
+
+
+@pytest.mark.parametrize("name", sorted(SGLANG_ANY_WORKER | SGLANG_UNLESS_SET))
+def test_variables_that_sglang_needs_switch_off_what_it_does_by_default(name: str) -> None:
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, name)
+    assert variable.default is True
+    assert variable.parse((SGLANG_ANY_WORKER | SGLANG_UNLESS_SET)[name]) is False
 
 
 def test_targets_are_listed_once() -> None:

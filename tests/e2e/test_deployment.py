@@ -103,6 +103,12 @@ def test_concurrent_requests_equal_the_same_requests_one_by_one(client: openai.O
     assert together == alone
 
 
+ENDLESS_SCHEMA = {
+    "type": "json_schema", "json_schema": {"name": "endless", "schema": {"$ref": "#"}}
+}  # fmt: skip
+"""Fails only when its first tokens are asked for."""
+
+
 @pytest.mark.parametrize(
     ("change", "status", "word"),
     [
@@ -113,8 +119,9 @@ def test_concurrent_requests_equal_the_same_requests_one_by_one(client: openai.O
         ({"messages": [{"role": "user", "content": "many words " * 4000}]}, 400, "context"),
         ({"input_ids": [5, 6, 2_000_000_000]}, 400, "2000000000"),
         ({"min_tokens": 1, "stop_token_ids": [128009]}, 400, "128009"),
+        ({"response_format": ENDLESS_SCHEMA}, 400, "grammar"),
     ],
-    ids=["empty", "negative", "model", "field", "long", "token", "stop token"],
+    ids=["empty", "negative", "model", "field", "long", "token", "stop token", "grammar"],
 )
 def test_bad_input_is_refused_as_openai_does(
     deployment: Deployment, change: dict[str, Any], status: int, word: str

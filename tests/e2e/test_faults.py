@@ -18,6 +18,8 @@ from tests.e2e.servers import Answer, Worker, ask, idle
 pytestmark = pytest.mark.e2e
 
 TOKENS = 12
+DECODE_POOL, SMALL_PREFILL_POOL = 3072, 1024
+"""Tokens; the model's context is longer than either."""
 
 
 @dataclass
@@ -41,9 +43,14 @@ def fleet(conversions: Conversions, tmp_path_factory: pytest.TempPathFactory) ->
 def _start(model: Path, start_worker: StartWorker) -> Fleet:
     patience = ("--transfer-timeout", "10", "--page-size", "64")
     workers = Fleet(
-        decode=start_worker("decode", model, "--tp-size", "2", *patience),
+        decode=start_worker(
+            "decode", model, "--tp-size", "2", *patience, "--max-total-tokens", str(DECODE_POOL)
+        ),
         sound=start_worker("prefill", model, *patience),
-        flips=start_worker("prefill", model, *patience, "--fault", "flip:after=2"),
+        flips=start_worker(
+            *("prefill", model, *patience, "--fault", "flip:after=2"),
+            *("--max-total-tokens", str(SMALL_PREFILL_POOL)),
+        ),
         exits=start_worker("prefill", model, *patience, "--fault", "exit:after=2"),
         other_model=start_worker("prefill", REFERENCE_MODEL, "--mode", "mla", *patience),
     )
@@ -123,6 +130,32 @@ def test_a_leg_that_comes_alone_ends_in_time(fleet: Fleet, leg: str, words: str)
     assert_failed_clearly(lonely, words, "--transfer-timeout")
     idle(fleet.decode)
     idle(fleet.sound)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "tokens", "refuses"),
+    [("flips", SMALL_PREFILL_POOL + 200, "prefill"), ("sound", DECODE_POOL + 200, "decode")],
+)
+def test_a_prompt_that_one_roles_pool_cannot_hold_is_refused_by_that_role(
+    fleet: Fleet, prefill: str, tokens: int, refuses: str
+) -> None:
+    answer = ask(getattr(fleet, prefill), fleet.decode, [5] * tokens, TOKENS, timeout=60)
+    refusal = getattr(answer, refuses)
+    assert refusal.status_code == 400, refusal.text
+    assert f"{tokens} tokens" in refusal.text and "maximum allowed length" in refusal.text
+    other = answer.decode if refuses == "prefill" else answer.prefill
+    assert_failed_clearly(other, "--transfer-timeout")  # the router tells it to abort
+    idle(fleet.decode)
+    idle(getattr(fleet, prefill))
+
+
+def test_a_session_that_does_not_exist_is_refused(fleet: Fleet) -> None:
+    body = {"input_ids": [5, 6], "session_params": {"id": "nope"}}
+    for worker in (fleet.decode, fleet.sound):
+        answer = httpx.post(f"{worker.url}/generate", json=body, timeout=60)
+        assert answer.status_code == 400 and "nope" in answer.text
+        idle(worker)
+    assert_served(fleet, fleet.sound)
 
 
 def test_an_aborted_request_holds_nothing_on_either_side(fleet: Fleet) -> None:

@@ -207,9 +207,10 @@ def test_weights_cannot_be_updated_in_place_which_harms_nothing(fleet: Started) 
     prompt = fleet.prompts(1)[0]
     before = ask(fleet.prefill, worker, prompt, 8).ids
     body = {"model_path": str(fleet.models[decode])}
-    answer = httpx.post(f"{worker.url}/update_weights_from_disk", json=body, timeout=60)
-    assert answer.status_code == 400
-    assert "start the worker anew" in answer.json()["message"]
+    for each in (fleet.prefill, worker):
+        answer = httpx.post(f"{each.url}/update_weights_from_disk", json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "start the workers anew" in answer.json()["message"]
     assert ask(fleet.prefill, worker, prompt, 8).ids == before
 
 

@@ -18,10 +18,6 @@ from tpla.core.errors import HookError
 
 logger = logging.getLogger(__name__)
 
-NO_RELOAD = (
-    "a decode worker keeps no kv_b_proj, of which it has derived its own weights, so weights "
-    "cannot be updated in place; convert the new checkpoint and start the worker anew with it"
-)
 _FREED = ("weight", "qweight")
 """Scales and zeros are small, and absorbed weights may share them."""
 
@@ -35,11 +31,6 @@ def free_after_load(output: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     freed = sum(_free(attention) for attention in _attentions(runner.model))
     logger.info("decode keeps no kv_b_proj: %.3f GB freed", freed / 1e9)
     return output
-
-
-def refuse_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Around each ``WeightUpdater.update_weights_from_*``: SGLang answers with the message."""
-    return False, NO_RELOAD
 
 
 def _attentions(model: torch.nn.Module) -> Iterator[Any]:

@@ -38,6 +38,7 @@ def load() -> None:
         from tpla.workers.sglang_plugin import cpu_engine
 
         cpu_engine.register(HookRegistry, HookType)
+        _register_grammars(HookRegistry, HookType)
     if config.role is Role.PREFILL:
         _register_prefill(HookRegistry, HookType)
     else:
@@ -73,7 +74,12 @@ def _offer_choices(server_args: Any) -> None:
 
 
 def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> None:
-    from tpla.workers.sglang_plugin import accounting, known_tokens, transfer_backend
+    from tpla.workers.sglang_plugin import (
+        accounting,
+        known_tokens,
+        loaded_weights,
+        transfer_backend,
+    )
 
     def support_triton(original: Any, backend: str) -> bool:
         return backend != TORCH_ATTENTION_BACKEND and original(backend)
@@ -95,6 +101,18 @@ def _register_common(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.GET_INTERNAL_STATE.path, accounting.add_to_internal_state, after)
     registry.register(targets.HANDLE_SHUTDOWN.path, _later("shutdown", "leave_loop"), after)
     registry.register(targets.VALIDATE_REQUEST.path, known_tokens.refuse_unknown_tokens, around)
+    refused = _later("refused_requests", "answer_refused_at_once")
+    registry.register(targets.ADD_TO_QUEUE.path, refused, around)
+    for target in targets.UPDATE_WEIGHTS:
+        registry.register(target.path, loaded_weights.refuse_update, around)
+
+
+def _register_grammars(registry: Any, hook_type: Any) -> None:
+    """Of llguidance, the only ones that SGLang has on CPUs."""
+    first_mask = _later("failing_grammars", "refuse_without_first_mask")
+    registry.register(targets.GRAMMAR_FROM_SERIALIZED.path, first_mask, hook_type.AROUND)
+    later_masks = _later("failing_grammars", "allow_all_after_an_error")
+    registry.register(targets.FILL_VOCAB_MASK.path, later_masks, hook_type.AROUND)
 
 
 def _register_prefill(registry: Any, hook_type: Any) -> None:
@@ -120,9 +138,6 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)
     free_after_load = _later("decode_weights", "free_after_load")
     registry.register(targets.LOAD_MODEL.path, free_after_load, hook_type.AFTER)
-    refuse_update = _later("decode_weights", "refuse_update")
-    for target in targets.UPDATE_WEIGHTS:
-        registry.register(target.path, refuse_update, hook_type.AROUND)
     if config.mode is Mode.TPLA:
         slice_after_load = _later("attention_shard", "slice_after_load")
         registry.register(targets.POST_LOAD_WEIGHTS.path, slice_after_load, hook_type.AROUND)

@@ -79,6 +79,15 @@ VALIDATE_REQUEST = Target(
     _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
     ("self", "obj", "input_ids"),
 )
+ADD_TO_QUEUE = Target(_SRT + "managers.scheduler.Scheduler._add_request_to_queue", ("self", "req"))
+GRAMMAR_FROM_SERIALIZED = Target(
+    _SRT + "constrained.llguidance_backend.GuidanceBackend._from_serialized",
+    ("self", "serialized_grammar"),
+)
+FILL_VOCAB_MASK = Target(
+    _SRT + "constrained.llguidance_backend.GuidanceGrammar.fill_vocab_mask",
+    ("self", "vocab_mask", "idx"),
+)
 TAKES_FROM_WAITING_QUEUE = (
     Target(_SRT + "managers.scheduler.Scheduler.abort_request", ("self", "recv_req")),
     Target(_SRT + "managers.scheduler.Scheduler._abort_on_waiting_timeout", ("self",)),
@@ -148,6 +157,8 @@ EVERY_WORKER = (
     GET_INTERNAL_STATE,
     HANDLE_SHUTDOWN,
     VALIDATE_REQUEST,
+    ADD_TO_QUEUE,
+    *UPDATE_WEIGHTS,
 )
 CPU_WORKER = (
     SERVER_ARGS_POST_INIT,
@@ -158,8 +169,10 @@ CPU_WORKER = (
     ALLOC_DECODE,
     GET_LAST_LOC,
     ON_IDLE,
+    GRAMMAR_FROM_SERIALIZED,
+    FILL_VOCAB_MASK,
 )
 PREFILL_WORKER = (*TAKES_FROM_WAITING_QUEUE, ABORT_BETWEEN_CHUNKS)
-DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE, LOAD_MODEL, *UPDATE_WEIGHTS)
+DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE, LOAD_MODEL)
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
 ALL_HOOKED = EVERY_WORKER + CPU_WORKER + PREFILL_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER
