@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +20,9 @@ _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def worker() -> None:
     """Parse the command line and run a worker; bad values end with one line and status 2."""
+    # Until SGLang has handlers of its own. The first process of a container has no default action,
+    # and would hold its GPUs until the grace period is over.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(
         context_settings=_PASS_THROUGH, epilog="Every other flag is SGLang's own, unchanged."

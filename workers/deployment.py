@@ -8,11 +8,13 @@ from pathlib import Path
 
 import xxhash
 
-from tpla.core.checkpoint import MANIFEST_NAME, REFERENCE_MODEL, Manifest
+from tpla.core.checkpoint import MANIFEST_NAME, REFERENCE_MODEL, Manifest, fingerprint
 from tpla.core.config import Mode, Role
+from tpla.core.config.environment import API_KEY_VARIABLE
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.workers.launch import choose_transfer
 from tpla.workers.ports import free_ports
+from tpla.workers.sglang_arguments import option, replicated
 from tpla.workers.sglang_plugin.names import TORCH_ATTENTION_BACKEND
 
 _REFERENCE_CORES = {2: "0,0,0,32,64,96", 4: "0,0,0,64,64,64"}
@@ -55,6 +57,7 @@ class DeploymentOptions:
     sglang_arguments: tuple[str, ...] = ()
     prefill_arguments: tuple[str, ...] = ()
     decode_arguments: tuple[str, ...] = ()
+    router_arguments: tuple[str, ...] = ()
 
     def arguments_of(self, role: Role) -> tuple[str, ...]:
         """Flags that ``tpla launch`` passes on to each worker of a role."""
@@ -85,9 +88,12 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
     """Choose ports and commands.
 
     Raises:
-        ConfigError: ranks that do not divide into workers, or more ranks than GPUs.
-        CheckpointError: a model of the user's own that was not converted.
+        ConfigError: ranks that do not divide into workers, more ranks than GPUs, or a key that
+            would keep the router from its workers.
+        CheckpointError: a model of the user's own that was not converted, or a conversion of
+            another one in its place.
     """
+    _refuse_keys(options)
     prefill_workers = _workers_of("prefill", options.prefill, options.prefill_tp)
     decode_workers = _workers_of("decode", options.decode, options.decode_tp)
     if options.mode is Mode.TPLA and options.decode_tp % options.groups:
@@ -119,6 +125,15 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
         workers.append(_worker(options, model, Role.DECODE, index, port, ranks_port, extra))
         router_arguments += ["--decode", f"http://127.0.0.1:{port}"]
     return DeploymentPlan(model, tuple(workers), _router(options, router_arguments), conversion)
+
+
+def _refuse_keys(options: DeploymentOptions) -> None:
+    for role in Role:
+        if option(options.arguments_of(role), "--api-key") is not None:
+            raise ConfigError(
+                "--api-key would go to workers, which the router could not ask any more; set "
+                f"{API_KEY_VARIABLE} (or --router-flags '--api-key KEY') for the endpoint's"
+            )
 
 
 def _workers_of(role: str, ranks: int, tp_size: int) -> int:
@@ -164,8 +179,10 @@ def _worker(
         *("--transfer", transfer, "--transfer-timeout", f"{options.transfer_timeout:g}"),
         *(("--kv-format", options.kv_format) if options.kv_format else ()),
         *("--served-model-name", served_name(options.model)),
-        # --nccl-port, where its ranks meet: workers that start together must not choose the same.
-        *("--port", str(port), "--nccl-port", str(ranks_port), "--tp-size", str(tp_size)),
+        *("--port", str(port)),
+        # Where its ranks meet: workers that start together must not choose the same.
+        *(() if replicated(options.arguments_of(role)) else ("--nccl-port", str(ranks_port))),
+        *("--tp-size", str(tp_size)),
         *extra,
         *options.arguments_of(role),
     ]
@@ -176,6 +193,7 @@ def _router(options: DeploymentOptions, workers: list[str]) -> ProcessPlan:
     command = [
         *(sys.executable, "-m", "tpla.core.cli", "router", "--host", options.host),
         *("--port", str(options.port), "--model", served_name(options.model), *workers),
+        *options.router_arguments,
     ]
     ready_url = f"{url_from_here(options.host, options.port)}/ready"
     return ProcessPlan("router", tuple(command), ready_url)
@@ -211,6 +229,7 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     name = f"{served_name(options.model)}-g{options.groups}-core{_core_in_name(core_dims)}"
     target = options.state / "models" / name
     if (target / MANIFEST_NAME).is_file():
+        _check_source(target, options.model)
         return target, ()
     text = options.calibration or options.state / "calibration.jsonl"
     commands: list[tuple[str, ...]] = []
@@ -219,9 +238,19 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
         commands.append((sys.executable, *generate))
     convert = ("-m", "tpla.core.cli", "convert", str(options.model), str(target))
     plan = ("--groups", str(options.groups), "--core-dims", core_dims)
-    calibration = ("--calibration", str(text), "--max-tokens", "8192", "--dtype", "float32")
-    commands.append((sys.executable, *convert, *plan, *calibration))
+    calibration = ("--calibration", str(text), "--max-tokens", "8192")
+    # On CPUs, where the embedded model is served in float32.
+    dtype = ("--dtype", "float32") if options.model == REFERENCE_MODEL else ()
+    commands.append((sys.executable, *convert, *plan, *calibration, *dtype))
     return target, tuple(commands)
+
+
+def _check_source(target: Path, model: Path) -> None:
+    if Manifest.load(target).source_fingerprint != fingerprint(model):
+        raise CheckpointError(
+            f"{target} was converted from another checkpoint than {model}; remove that folder, or "
+            "give this model a --state of its own"
+        )
 
 
 def _core_in_name(core_dims: str) -> str:

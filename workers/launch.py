@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +14,26 @@ from tpla.core.config.environment import (
     NCCL_TRANSFER,
     SGLANG_ANY_WORKER,
     SGLANG_CPU_ENGINE,
+    SGLANG_UNLESS_SET,
     WORKER_CONFIG_VARIABLE,
     put,
 )
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import RankShard
 from tpla.workers.devices import resolve_device
-from tpla.workers.ports import free_ports
-from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
-
-TRANSFER_BACKENDS = {Transfer.ZMQ: "tpla_zmq", Transfer.NCCL: "tpla_nccl"}
+from tpla.workers.sglang_arguments import (
+    DEFAULT_HOST,
+    attention_ranks,
+    option,
+    refuse_what_cannot_be_served,
+    sglang_command_line,
+    whole_number,
+)
 
 AUTO_TRANSFER = "auto"
 
-_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_BOOTSTRAP_PORT = "8998"
+"""SGLang's."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,10 @@ def configure(options: WorkerOptions) -> WorkerConfig:
             "fault": _parse_fault(options.fault),
         }
     )
-    attention_ranks = _attention_ranks(options.sglang_arguments, device)
+    refuse_what_cannot_be_served(config.role, options.sglang_arguments)
+    ranks = attention_ranks(options.sglang_arguments, device)
     if config.role is Role.DECODE:
-        RankShard(0, attention_ranks, config.groups)
+        RankShard(0, ranks, config.groups)
     return config
 
 
@@ -100,35 +108,6 @@ def choose_transfer(asked: str, gpus_of_one_host: bool) -> str:
     return (Transfer.NCCL if gpus_of_one_host else Transfer.ZMQ).value
 
 
-def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
-    """Arguments for SGLang's own server: our defaults, then the user's."""
-    given = {argument.split("=", 1)[0] for argument in sglang_arguments}
-    defaults = {
-        "--model-path": config.model,
-        "--disaggregation-mode": config.role.value,
-        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer],
-        "--host": _DEFAULT_HOST,
-        # SGLang's own choice is a port for outgoing connections, which may be taken by the time
-        # that the ranks meet there.
-        "--nccl-port": str(*free_ports(1)),
-    }
-    if config.device == "cpu":
-        # --max-total-tokens bounds the pool. The fraction is of memory that all processes of the
-        # host share: a small one makes a worker refuse to start because others start beside it.
-        defaults |= {"--device": "cpu", "--dtype": "float32", "--mem-fraction-static": "0.8"}
-        # SGLang's own choice, xgrammar, has no CPU form: a request with a grammar ends the worker.
-        defaults["--grammar-backend"] = "llguidance"
-    else:
-        # Kernels read BF16 activations and, fastest, pages of 64; both roles share the page size.
-        defaults |= {"--dtype": "bfloat16", "--page-size": "64"}
-        if config.role is Role.DECODE:
-            defaults["--attention-backend"] = CUDA_ATTENTION_BACKEND
-    arguments = [part for pair in defaults.items() if pair[0] not in given for part in pair]
-    if "--enable-metrics" not in given:
-        arguments.append("--enable-metrics")
-    return [*arguments, *sglang_arguments]
-
-
 def environment_for(config: WorkerConfig) -> dict[str, str]:
     """Variables that the worker and the processes it spawns need."""
     variables = {WORKER_CONFIG_VARIABLE: config.model_dump_json(), **SGLANG_ANY_WORKER}
@@ -143,10 +122,14 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
     """Run SGLang's server until it is told to stop.
 
     Raises:
+        ConfigError: another process listens where decode workers will ask for this one's KV.
         HookError: SGLang is not the pinned release, or a hook is not in place.
     """
     put(environment_for(config))
-    host = _option(sglang_arguments, "--host") or _DEFAULT_HOST
+    put(SGLANG_UNLESS_SET, override=False)
+    host = option(sglang_arguments, "--host") or DEFAULT_HOST
+    if config.role is Role.PREFILL:
+        _require_bootstrap_port(host, sglang_arguments)
     if host not in {"0.0.0.0", "::"}:
         # KV sockets listen where the server does, not on whichever interface SGLang finds.
         put({"SGLANG_HOST_IP": host}, override=False)
@@ -168,6 +151,23 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def _require_bootstrap_port(host: str, sglang_arguments: tuple[str, ...]) -> None:
+    """SGLang logs that the port is taken, and registers its ranks with whoever has it."""
+    flag = "--disaggregation-bootstrap-port"
+    if whole_number(sglang_arguments, "--node-rank", default=0) > 0:  # the first node listens
+        return
+    port = option(sglang_arguments, flag) or _DEFAULT_BOOTSTRAP_PORT
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{flag} {port} at {host}: {error}; give each prefill worker of a host its own"
+            ) from error
+
+
 def _check_manifest(model: Path, groups: int | None) -> int:
     manifest = Manifest.load(model)
     found = fingerprint(model)
@@ -183,38 +183,6 @@ def _check_manifest(model: Path, groups: int | None) -> int:
             f"run: tpla convert SRC DST --groups {groups}"
         )
     return manifest.plan.groups
-
-
-def _attention_ranks(arguments: tuple[str, ...], device: str) -> int:
-    """Ranks that share a request's attention: all, or those of one data-parallel rank."""
-    tp_size = _whole_number(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
-    if "--enable-dp-attention" not in arguments:
-        return tp_size
-    if device == "cpu":
-        raise ConfigError(
-            "--enable-dp-attention: SGLang's gathers between data-parallel ranks have no CPU form; "
-            "leave it out, or serve with --device cuda"
-        )
-    dp_size = _whole_number(arguments, "--dp-size", "--data-parallel-size", "--dp")
-    if tp_size % dp_size:
-        raise ConfigError(f"--tp-size {tp_size} is not a multiple of --dp-size {dp_size}")
-    return tp_size // dp_size
-
-
-def _whole_number(arguments: tuple[str, ...], *names: str) -> int:
-    text = _option(arguments, *names) or "1"
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{names[0]} {text!r} is not a positive whole number")
-    return int(text)
-
-
-def _option(arguments: tuple[str, ...], *names: str) -> str | None:
-    """Value of an SGLang flag, given as ``--name value`` or ``--name=value``."""
-    for index, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name in names:
-            return value or (arguments[index + 1] if index + 1 < len(arguments) else "")
-    return None
 
 
 def _parse_fault(text: str | None) -> dict[str, object] | None:

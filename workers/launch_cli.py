@@ -24,7 +24,7 @@ from tpla.workers.deployment import (
     url_from_here,
 )
 from tpla.workers.devices import gpu_count, resolve_device
-from tpla.workers.supervisor import Supervisor, printable
+from tpla.workers.supervisor import Supervisor, die_with_parent, printable
 
 _console = Console(stderr=True, highlight=False)
 
@@ -35,7 +35,8 @@ def launch() -> None:
     app.command(
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         epilog="Every other flag is passed to each worker, as are those of --prefill-flags and "
-        "--decode-flags to each of one role: tpla worker's own, or SGLang's.",
+        "--decode-flags to each of one role: tpla worker's own, or SGLang's; --router-flags are "
+        "tpla router's.",
     )(_launch)
     try:
         app()
@@ -73,6 +74,7 @@ def _launch(
     decode_flags: Annotated[
         str, typer.Option(help="flags for decode workers alone, quoted as one")
     ] = "",
+    router_flags: Annotated[str, typer.Option(help="flags for the router, quoted as one")] = "",
     device: Annotated[
         str, typer.Option(help="auto, cuda or cpu; auto takes GPUs where there are any")
     ] = "auto",
@@ -108,6 +110,7 @@ def _launch(
         sglang_arguments=tuple(context.args),
         prefill_arguments=tuple(shlex.split(prefill_flags)),
         decode_arguments=tuple(shlex.split(decode_flags)),
+        router_arguments=tuple(shlex.split(router_flags)),
     )
     plan = plan_deployment(options)
     _convert(options, plan)
@@ -121,7 +124,7 @@ def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
     """Make the checkpoint to serve, where it does not exist yet."""
     options.state.mkdir(parents=True, exist_ok=True)
     for command in plan.conversion:
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, preexec_fn=die_with_parent)
 
 
 def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:

@@ -176,12 +176,12 @@ def _spawn(plan: ProcessPlan, log: Path, mode: str) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
 
 
-def _die_with_parent() -> None:
-    """A supervisor that is killed must leave no worker behind."""
+def die_with_parent() -> None:
+    """A launch that is killed must leave no process behind; for ``preexec_fn``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
-from tpla.core.config import Mode, Role, Transfer
+from tpla.core.config import Mode, Role, Transfer, parse_worker_config
 from tpla.core.config.environment import NCCL_TRANSFER
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan, PVFormat
@@ -24,16 +25,22 @@ from tpla.workers.deployment import (
     plan_deployment,
 )
 from tpla.workers.devices import gpu_count
-from tpla.workers.launch import WorkerOptions, configure, environment_for, sglang_command_line
+from tpla.workers.launch import WorkerOptions, configure, environment_for
 from tpla.workers.ports import free_ports
+from tpla.workers.sglang_arguments import sglang_command_line
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return describe(directory, of=directory)
+
+
+def describe(directory: Path, of: Path) -> Path:
+    """Make a checkpoint the conversion of one, itself or another."""
     scales = [[[1.0, 1.0]] * 4] * 2
-    mark = fingerprint(directory)
-    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], mark, mark).save(directory)
+    marks = fingerprint(directory), fingerprint(of)
+    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], *marks).save(directory)
     return directory
 
 
@@ -78,7 +85,17 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
     [
         ({"groups": 4}, "converted for 2"),
         ({"sglang_arguments": ("--tp-size", "3")}, "not a multiple of 2"),
-        ({"sglang_arguments": ("--tp-size=none",)}, "not a positive whole number"),
+        ({"sglang_arguments": ("--tp-size=none",)}, "not a whole number of 1 or more"),
+        ({"sglang_arguments": ("--allow-auto-truncate",)}, "--allow-auto-truncate: "),
+        ({"sglang_arguments": ("--tokenizer-worker-num", "2")}, "--tokenizer-worker-num: "),
+        ({"sglang_arguments": ("--enable-hierarchical-cache",)}, "knows SGLang's own rows alone"),
+        ({"sglang_arguments": ("--enable-memory-saver",)}, "cannot release TPLA's pool"),
+        ({"sglang_arguments": ("--dcp-size=2",)}, "divided by latent dims"),
+        ({"sglang_arguments": ("--kv-cache-dtype", "fp8_e4m3")}, "use that"),
+        (
+            {"role": Role.PREFILL, "sglang_arguments": ("--kv-cache-dtype", "fp8_e4m3")},
+            "prefill is exact",
+        ),
         ({"sglang_arguments": ("--tp-size=2", "--enable-dp-attention")}, "no CPU form"),
         ({"mode": Mode.SNAPMLA, "groups": 2}, "use groups=1"),
         ({"mode": Mode.SNAPMLA, "kv_format": "bf16"}, "use mode mla"),
@@ -223,6 +240,54 @@ def test_flags_reach_the_workers_of_their_role(tmp_path: Path) -> None:
         assert "--page-size" in worker.command
         assert ("--attention-backend" in worker.command) is prefills
         assert ("--no-scatter-output" in worker.command) is not prefills
+
+
+def test_keys_and_other_flags_of_the_router_reach_the_router_alone(tmp_path: Path) -> None:
+    key = ("--api-key", "secret")
+    for changes in ({"sglang_arguments": key}, {"decode_arguments": key}):
+        with pytest.raises(ConfigError, match="TPLA_API_KEY"):
+            plan_deployment(deployment(tmp_path, **changes))
+    plan = plan_deployment(deployment(tmp_path, router_arguments=key))
+    assert plan.router.command[-2:] == key
+    assert not any("--api-key" in worker.command for worker in plan.workers)
+
+
+def test_replicas_meet_at_ports_that_sglang_holds_for_them(tmp_path: Path) -> None:
+    replicas = ("--dp-size", "2")
+    plan = plan_deployment(deployment(tmp_path, decode_arguments=replicas))
+    held = {worker.name: "--nccl-port" in worker.command for worker in plan.workers}
+    assert all(is_held is name.startswith("prefill") for name, is_held in held.items())
+    config = parse_worker_config({"role": "decode", "model": "m", "mode": "mla",
+                                  "kv_format": "bf16", "instance_id": "i"})  # fmt: skip
+    assert "--nccl-port" not in sglang_command_line(config, replicas)
+    assert "--nccl-port" in sglang_command_line(config, (*replicas, "--enable-dp-attention"))
+
+
+def test_a_conversion_of_another_model_is_not_served_in_its_place(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"mode": Mode.TPLA, "groups": 2, "core_dims": "0"}
+    first, other = (make_checkpoint(tmp_path / name / "m", seed=i) for i, name in enumerate("ab"))
+    text = tmp_path / "text.txt"
+    plan = plan_deployment(deployment(tmp_path, model=first, calibration=text, **changes))
+    assert "float32" not in plan.conversion[0]
+    describe(make_checkpoint(plan.model), of=first)
+    again = plan_deployment(deployment(tmp_path, model=first, calibration=text, **changes))
+    assert again.model == plan.model and not again.conversion
+    with pytest.raises(CheckpointError, match="converted from another checkpoint"):
+        plan_deployment(deployment(tmp_path, model=other, calibration=text, **changes))
+
+
+def test_a_bootstrap_port_that_another_worker_has_is_refused(converted: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [*(sys.executable, "-m", "tpla.core.cli", "worker", "prefill"),
+                   *("--model", str(converted), "--device", "cpu"),
+                   *("--disaggregation-bootstrap-port", port)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert f"--disaggregation-bootstrap-port {port} at 127.0.0.1" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

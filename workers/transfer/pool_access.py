@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import CacheLayout, LatentLayout
 from tpla.kernels.ref.latent_rows import pack_rows
 from tpla.workers.transfer.protocol import (
@@ -31,7 +32,17 @@ warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserW
 
 
 def prefill_pages(pool: Any) -> PageSource:
-    """SGLang's MLA pool, read in the layout of whichever decode rank asks."""
+    """SGLang's MLA pool, read in the layout of whichever decode rank asks.
+
+    Raises:
+        ConfigError: its elements are not those that attention computes with, but bytes of FP8.
+    """
+    dtype = pool.kv_buffer[0].dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ConfigError(
+            f"prefill caches {dtype}, and decode's rows are made of exact latents; give prefill "
+            "--kv-cache-dtype bf16 where the checkpoint asks for another"
+        )
     if pool.kv_buffer[0].is_cuda:
         from tpla.workers.transfer.cuda_pool_access import CudaPrefillPages
 

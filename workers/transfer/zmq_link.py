@@ -133,6 +133,7 @@ class ZmqServerLink(_ZmqLink):
         _tune(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
         bracketed = f"[{host}]" if ":" in host else host
         self.port: int = self._socket.bind_to_random_port(f"tcp://{bracketed}")
         self._poller.register(self._socket, zmq.POLLIN)

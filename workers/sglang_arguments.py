@@ -1,0 +1,127 @@
+"""SGLang's own flags: what we add to them, read of them, and refuse among them.
+
+SGLang accepts flags that mean another pool, other processes or another check of a prompt than TPLA
+has. Some of them would be without effect and some would give wrong answers, so they are refused.
+"""
+
+from __future__ import annotations
+
+from tpla.core.config import Role, Transfer, WorkerConfig
+from tpla.core.errors import ConfigError
+from tpla.workers.ports import free_ports
+from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
+
+TRANSFER_BACKENDS = {Transfer.ZMQ: "tpla_zmq", Transfer.NCCL: "tpla_nccl"}
+
+DEFAULT_HOST = "127.0.0.1"
+
+_DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
+
+_REFUSED = {
+    "--allow-auto-truncate": "prefill and decode would cut a prompt to the pools of their own; "
+    "shorten prompts before they are sent",
+    "--tokenizer-worker-num": "processes of their own for tokenizing load no plug-in; leave it out",
+}
+_REFUSED_BY_DECODE = {
+    "--enable-hierarchical-cache": "its host memory knows SGLang's own rows alone, not TPLA's; "
+    "serve it on prefill workers",
+    "--disaggregation-decode-enable-offload-kvcache": "its host memory knows SGLang's own rows "
+    "alone, not TPLA's; leave it out",
+    "--enable-memory-saver": "it cannot release TPLA's pool; leave it out",
+    "--dcp-size": "TPLA's pool is divided by latent dims and not by tokens; use --mode tpla",
+    "--decode-context-parallel-size": "TPLA's pool is divided by latent dims and not by tokens; "
+    "use --mode tpla",
+    "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
+}
+_EXACT_DTYPES = {"auto", "bf16", "bfloat16"}
+
+
+def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None:
+    """Look for flags of SGLang that mean something else than TPLA has.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    refused = _REFUSED | (_REFUSED_BY_DECODE if role is Role.DECODE else {})
+    given = {argument.partition("=")[0] for argument in arguments}
+    for flag, reason in refused.items():
+        if flag in given and option(arguments, flag) not in {"1", "auto"}:
+            raise ConfigError(f"{flag}: {reason}")
+    dtype = option(arguments, "--kv-cache-dtype") or "auto"
+    if dtype not in _EXACT_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype {dtype}: prefill is exact and decode's rows are made of what it "
+            "caches; leave it out, and give decode --kv-format fp8"
+        )
+
+
+def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
+    """Arguments for SGLang's own server: our defaults, then the user's."""
+    given = {argument.split("=", 1)[0] for argument in sglang_arguments}
+    defaults = {
+        "--model-path": config.model,
+        "--disaggregation-mode": config.role.value,
+        "--disaggregation-transfer-backend": TRANSFER_BACKENDS[config.transfer],
+        "--host": DEFAULT_HOST,
+    }
+    if not replicated(sglang_arguments):
+        # SGLang's own choice is a port for outgoing connections, which may be taken by the time
+        # that the ranks meet there. Replicas need one each, which SGLang holds for them.
+        defaults["--nccl-port"] = str(*free_ports(1))
+    if config.device == "cpu":
+        # --max-total-tokens bounds the pool. The fraction is of memory that all processes of the
+        # host share: a small one makes a worker refuse to start because others start beside it.
+        defaults |= {"--device": "cpu", "--dtype": "float32", "--mem-fraction-static": "0.8"}
+        # SGLang's own choice, xgrammar, has no CPU form: a request with a grammar ends the worker.
+        defaults["--grammar-backend"] = "llguidance"
+    else:
+        # Kernels read BF16 activations and, fastest, pages of 64; both roles share the page size.
+        defaults |= {"--dtype": "bfloat16", "--page-size": "64"}
+        if config.role is Role.DECODE:
+            defaults["--attention-backend"] = CUDA_ATTENTION_BACKEND
+    arguments = [part for pair in defaults.items() if pair[0] not in given for part in pair]
+    if "--enable-metrics" not in given:
+        arguments.append("--enable-metrics")
+    return [*arguments, *sglang_arguments]
+
+
+def replicated(arguments: tuple[str, ...]) -> bool:
+    """Whether SGLang runs whole replicas of the model beside one another."""
+    return "--enable-dp-attention" not in arguments and whole_number(arguments, *_DP_SIZE) > 1
+
+
+def attention_ranks(arguments: tuple[str, ...], device: str) -> int:
+    """Ranks that share a request's attention: all, or those of one data-parallel rank."""
+    tp_size = whole_number(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
+    if "--enable-dp-attention" not in arguments:
+        return tp_size
+    if device == "cpu":
+        raise ConfigError(
+            "--enable-dp-attention: SGLang's gathers between data-parallel ranks have no CPU form; "
+            "leave it out, or serve with --device cuda"
+        )
+    dp_size = whole_number(arguments, *_DP_SIZE)
+    if tp_size % dp_size:
+        raise ConfigError(f"--tp-size {tp_size} is not a multiple of --dp-size {dp_size}")
+    return tp_size // dp_size
+
+
+def whole_number(arguments: tuple[str, ...], *names: str, default: int = 1) -> int:
+    """Value of an SGLang flag of so many names, at least its default.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    text = option(arguments, *names) or str(default)
+    if not text.isdigit() or int(text) < default:
+        raise ConfigError(f"{names[0]} {text!r} is not a whole number of {default} or more")
+    return int(text)
+
+
+def option(arguments: tuple[str, ...], *names: str) -> str | None:
+    """Value of an SGLang flag, given as ``--name value`` or ``--name=value``."""
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in names:
+            return value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+    return None
