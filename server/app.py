@@ -29,7 +29,8 @@ def build_app(config: RouterConfig) -> FastAPI:
             await service.stop()
 
     # No schema and no docs pages: bodies are checked by hand, so FastAPI's schema would be empty.
-    app = FastAPI(title="TPLA", lifespan=lifespan, openapi_url=None)
+    # No redirects from a trailing slash: behind TLS they would lead to http://.
+    app = FastAPI(title="TPLA", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.include_router(operations.probes)
     app.include_router(operations.workers)

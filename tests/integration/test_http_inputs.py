@@ -218,6 +218,8 @@ def test_fields_that_can_be_used(system: Cluster, fields: dict[str, Any]) -> Non
     ("method", "path", "status"),
     [
         ("GET", "/nowhere", 404),
+        ("GET", "/workers/", 404),
+        ("POST", "/v1/chat/completions/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/workers/nobody", 404),
