@@ -1,13 +1,12 @@
 """The requests of OpenAI's chat and completions API, with SGLang's extensions.
 
 Every field that a client may send is listed here. What shapes a request or could harm a worker is
-checked; the rest is passed on for SGLang to judge. ``tests/contract`` compares the tables with
-SGLang's own models.
+checked; the rest is passed on for SGLang to judge. ``tests/unit`` compares the tables with SGLang's
+own models.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -36,8 +35,15 @@ Bias = Annotated[float, Strict(), Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Strict(), StringConstraints(pattern=r"^[0-9]{1,9}$")]
 StopString = Annotated[str, Strict(), StringConstraints(min_length=1)]
 
-ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
-"""Set by the router in what it sends to workers; a client may not choose them."""
+MAX_STOP_STRINGS = 64
+"""OpenAI allows 4, SGLang any number; each is searched for after every token."""
+
+ROUTER_FIELDS = frozenset(
+    {"bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank",
+     "disagg_prefill_dp_rank", "routed_dp_rank"}
+)  # fmt: skip
+"""The router's or its workers' to choose, never a client's. SGLang trusts a data-parallel rank: one
+out of range fails as a transfer, for which decode would be blamed."""
 
 WITHOUT_EFFECT = frozenset(
     {"metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store",
@@ -48,13 +54,21 @@ WITHOUT_EFFECT = frozenset(
 UNSUPPORTED = frozenset({"audio", "function_call", "functions", "web_search_options"})
 """OpenAI's fields that SGLang does not know and whose loss would change the answer."""
 
+HARMFUL = {"stop_regex": "use stop"}
+"""SGLang's fields with which one request could hold a worker up for all others, and the remedy:
+Python's ``re`` may take time exponential in the text, and would run after every token."""
+
+TEXTLESS_PARTS = frozenset({"audio_url", "file", "image_url", "input_audio", "video_url"})
+"""Types of content parts that a model of text alone would never see: SGLang drops them silently."""
+
 SET_FOR_TEMPLATES = frozenset(
-    {"add_generation_prompt", "chat_template", "conversation", "max_length", "padding",
-     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-     "tokenizer_kwargs", "tools", "truncation"}
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+     "conversations", "max_length", "messages", "padding", "return_assistant_tokens_mask",
+     "return_dict", "return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools",
+     "truncation"}
 )  # fmt: skip
-"""Arguments of the tokenizer's ``apply_chat_template`` that are not variables of a template: SGLang
-sets them, and answers with status 500 where chat_template_kwargs does, too."""
+"""Arguments on the way to a chat template that are not its variables: SGLang or the tokenizer sets
+them, and rendering fails where chat_template_kwargs does, too."""
 
 
 class StreamOptions(BaseModel):
@@ -80,8 +94,11 @@ class ResponseFormat(BaseModel):
         if self.type != "json_schema":
             return self
         schema = self.json_schema
-        if schema is None and "schema" not in (self.model_extra or {}):
+        bare = (self.model_extra or {}).get("schema")
+        if schema is None and bare is None:
             raise ValueError("type json_schema needs json_schema: {name, schema}")
+        if bare is not None and not isinstance(bare, dict):
+            raise ValueError("schema must be an object")
         if schema is not None and not isinstance(schema.get("schema"), dict):
             raise ValueError("json_schema.schema must be an object")
         if schema is not None and not isinstance(schema.get("name"), str):
@@ -132,6 +149,8 @@ def _check_part(part: dict[str, Any]) -> None:
         raise ValueError("each content part needs a type, such as text")
     if part["type"] == "text" and not isinstance(part.get("text"), str):
         raise ValueError("a content part of type text needs text")
+    if part["type"] in TEXTLESS_PARTS:
+        raise ValueError(f"the model reads text alone; leave parts of type {part['type']} out")
 
 
 class _Request(BaseModel):
@@ -148,7 +167,7 @@ class _Request(BaseModel):
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenKey, Bias] | None = None
     seed: Int64 | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop: StopString | list[StopString] | None = None
     stream: Bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -158,11 +177,11 @@ class _Request(BaseModel):
     top_k: Annotated[int, Strict(), Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Strict(), Field(ge=0, le=1)] | None = None
     min_tokens: Natural | None = None
-    repetition_penalty: Annotated[float, Strict(), Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Strict(), Field(ge=0.01, le=2)] | None = None
+    """SGLang divides by it in float32, where a tinier one is 0: that ends the worker."""
     regex: Text | None = None
     ebnf: Text | None = None
     stop_token_ids: list[Natural] | None = None
-    stop_regex: Text | list[Text] | None = None
     no_stop_trim: Bool | None = None
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
@@ -182,9 +201,6 @@ class _Request(BaseModel):
     return_routed_experts: Bool | None = None
     routed_experts_start_len: Natural | None = None
     return_cached_tokens_details: Bool | None = None
-    routed_dp_rank: Natural | None = None
-    disagg_prefill_dp_rank: Natural | None = None
-    data_parallel_rank: Natural | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> _Request:
@@ -192,14 +208,12 @@ class _Request(BaseModel):
             raise ValueError("stream_options is only allowed with stream: true")
         return self
 
-    @field_validator("stop_regex")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _patterns_can_be_compiled(cls, value: str | list[str] | None) -> str | list[str] | None:
-        for pattern in [value] if isinstance(value, str) else value or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    def _few_stop_strings(cls, value: object) -> object:
+        # Not as a limit of the list's type: the message would be about the other branch, a string.
+        if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, not {len(value)}")
         return value
 
     @model_validator(mode="after")
@@ -207,6 +221,22 @@ class _Request(BaseModel):
         if self.regex is not None and self.ebnf is not None:
             raise ValueError("regex and ebnf exclude each other")
         return self
+
+    @model_validator(mode="after")
+    def _a_grammar_decides_when_to_end(self) -> _Request:
+        if self.min_tokens and self._has_grammar():
+            # SGLang's sampler would be left without a token, which ends the worker.
+            raise ValueError(
+                "min_tokens cannot be used with a grammar (regex, ebnf, json_schema, "
+                "response_format or a tool_choice that demands a call): once the grammar has "
+                "ended only the end token is left, which min_tokens forbids"
+            )
+        return self
+
+    def _has_grammar(self) -> bool:
+        """Whether the answer has to follow a grammar, and so ends where that does."""
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or self.regex is not None or self.ebnf is not None
 
 
 class ChatRequest(_Request):
@@ -263,6 +293,9 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs is only allowed with logprobs: true")
         return self
 
+    def _has_grammar(self) -> bool:
+        return super()._has_grammar() or self.tool_choice not in (None, "none", "auto")
+
 
 class CompletionRequest(_Request):
     """``POST /v1/completions``."""
@@ -289,6 +322,9 @@ class CompletionRequest(_Request):
             # Only prefill knows the logprobs of the prompt, and only decode answers.
             raise ValueError("echo with logprobs is not supported")
         return self
+
+    def _has_grammar(self) -> bool:
+        return super()._has_grammar() or self.json_schema is not None
 
 
 R = TypeVar("R", bound=_Request)
@@ -340,10 +376,13 @@ def _is_tokens(items: list[object]) -> bool:
 def _refuse_what_cannot_be_done(body: dict[str, Any]) -> None:
     for name in ROUTER_FIELDS & body.keys():
         raise BadRequest(
-            f"{name} is set by the router; leave it out.", param=name, code="invalid_parameter"
+            f"{name} is not for clients to choose; leave it out.",
+            param=name,
+            code="invalid_parameter",
         )
-    for name in UNSUPPORTED & body.keys():
-        remedy = "use tools instead" if name.startswith("function") else "leave it out"
+    for name in (UNSUPPORTED | HARMFUL.keys()) & body.keys():
+        usual = "use tools instead" if name.startswith("function") else "leave it out"
+        remedy = HARMFUL.get(name, usual)
         raise BadRequest(
             f"{name} is not supported; {remedy}.", param=name, code="unsupported_parameter"
         )

@@ -16,8 +16,11 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from tpla.core.errors import BadRequest
 from tpla.server.openai_protocol import (
+    HARMFUL,
+    MAX_STOP_STRINGS,
     ROUTER_FIELDS,
     SET_FOR_TEMPLATES,
+    TEXTLESS_PARTS,
     UNSUPPORTED,
     WITHOUT_EFFECT,
     ChatRequest,
@@ -25,6 +28,8 @@ from tpla.server.openai_protocol import (
 )
 from tpla.server.record import forwarded_headers, request_id_of
 from tpla.server.samples import merge_usage, parse_chat, parse_completion
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 def sglang_fields(class_name: str) -> set[str]:
@@ -48,7 +53,15 @@ def sglang_fields(class_name: str) -> set[str]:
 def test_every_field_of_sglang_is_known(model: type[Any]) -> None:
     theirs = sglang_fields(model.__name__.replace("ChatRequest", "ChatCompletionRequest"))
     assert len(theirs) > 40
-    assert theirs - set(model.model_fields) - ROUTER_FIELDS == set()
+    assert theirs - set(model.model_fields) - ROUTER_FIELDS - HARMFUL.keys() == set()
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_a_field_that_is_refused_is_sglangs_and_listed_once(model: type[Any]) -> None:
+    theirs = sglang_fields(model.__name__.replace("ChatRequest", "ChatCompletionRequest"))
+    refused = ROUTER_FIELDS | HARMFUL.keys()
+    assert theirs >= refused
+    assert refused & set(model.model_fields) == set()
 
 
 @pytest.mark.parametrize(
@@ -139,8 +152,10 @@ def test_only_well_formed_trace_headers_are_forwarded() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stop_regex": "("}, "stop_regex"),
-        ({"stop_regex": ["a+", "*"]}, "stop_regex"),
+        ({"response_format": {"type": "json_schema", "schema": 5}}, "response_format"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}, "chat_template_kwargs"),
         (
@@ -161,14 +176,93 @@ def test_what_sglang_would_answer_with_an_error_of_its_own_is_refused(
 
 
 def test_variables_of_templates_are_passed_on() -> None:
-    fields = {"chat_template_kwargs": {"enable_thinking": False}, "stop_regex": [r"\d{3}"]}
+    fields = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     assert fields.items() <= parse_chat(body).samples[0].body.items()
 
 
-def test_arguments_that_are_no_variables_are_those_of_the_tokenizer() -> None:
+def test_arguments_that_are_no_variables_are_those_on_the_way_to_the_template() -> None:
     from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    passed_on = {"self", "documents", "continue_final_message", "kwargs"}
-    assert set(arguments) - passed_on == SET_FOR_TEMPLATES
+    arguments = {
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        *inspect.signature(render_jinja_template).parameters,
+    }
+    # "messages" is what the conversation is called inside a template.
+    assert (arguments | {"messages"}) - {"documents", "kwargs"} == SET_FOR_TEMPLATES
+
+
+def refusal(parse: Any, **fields: Any) -> BadRequest:
+    """Why a request is refused that has these fields, too."""
+    usual = {"messages": HI} if parse is parse_chat else {"prompt": "hi"}
+    with pytest.raises(BadRequest) as caught:
+        parse({**usual, **fields})
+    return caught.value
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (parse_chat, {"regex": "a"}),
+        (parse_chat, {"ebnf": 'root ::= "a"'}),
+        (parse_chat, {"response_format": {"type": "json_object"}}),
+        (parse_chat, {"response_format": {"type": "structural_tag"}}),
+        (parse_chat, {"response_format": SCHEMA}),
+        (parse_chat, {"tool_choice": "required"}),
+        (parse_chat, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (parse_completion, {"regex": "a"}),
+        (parse_completion, {"response_format": SCHEMA}),
+        (parse_completion, {"json_schema": "{}"}),
+    ],
+)
+def test_min_tokens_beyond_the_end_of_a_grammar_are_refused(
+    parse: Any, fields: dict[str, Any]
+) -> None:
+    error = refusal(parse, min_tokens=1, **fields)
+    assert error.param == "min_tokens"
+    assert "only the end token is left" in error.message
+    usual = {"messages": HI} if parse is parse_chat else {"prompt": "hi"}
+    parse({**usual, **fields, "min_tokens": 0})
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_min_tokens_go_with_free_text(choice: str | None) -> None:
+    text = {"response_format": {"type": "text"}, "tool_choice": choice}
+    parse_chat({"messages": HI, "min_tokens": 5, **text})
+
+
+def test_a_repetition_penalty_that_is_zero_in_float32_is_refused() -> None:
+    assert refusal(parse_chat, repetition_penalty=1e-300).param == "repetition_penalty"
+    parse_chat({"messages": HI, "repetition_penalty": 0.01})
+
+
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_patterns_that_could_hold_a_worker_up_are_refused(parse: Any) -> None:
+    error = refusal(parse, stop_regex="(a+)+$")
+    assert (error.param, error.code) == ("stop_regex", "unsupported_parameter")
+    assert error.message == "stop_regex is not supported; use stop."
+
+
+@pytest.mark.parametrize("name", sorted(ROUTER_FIELDS))
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_a_client_may_not_choose_what_the_router_or_a_worker_does(parse: Any, name: str) -> None:
+    assert refusal(parse, **{name: 0}).param == name
+
+
+@pytest.mark.parametrize("kind", sorted(TEXTLESS_PARTS))
+def test_content_that_the_model_cannot_read_is_refused(kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    error = refusal(parse_chat, messages=[{"role": "user", "content": parts}])
+    assert "the model reads text alone" in error.message and kind in error.message
+
+
+def test_one_stop_string_too_many_is_told_the_limit() -> None:
+    most = ["x"] * MAX_STOP_STRINGS
+    parse_chat({"messages": HI, "stop": most})
+    error = refusal(parse_chat, stop=[*most, "x"])
+    assert error.param == "stop"
+    assert "at most 64 strings are allowed" in error.message
