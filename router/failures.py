@@ -50,6 +50,7 @@ WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TRUNCATED})
 """It had the request, and its connection ended."""
 
 _NEUTRAL = frozenset({Reason.BUSY, Reason.DEADLINE, Reason.STOPPED})
+_TOO_LONG = ("context length", "maximum allowed length", "maximum number of tokens")
 _FINAL = frozenset({Reason.REFUSED, Reason.DEADLINE, Reason.STOPPED})
 
 
@@ -161,7 +162,7 @@ def _client_error(status: int, message: str, fields: Mapping[str, Any]) -> Routi
         return TooLarge(message)
     param = fields.get("param")
     code = fields.get("code")
-    if "context length" in message or "maximum number of tokens" in message:
+    if any(mark in message for mark in _TOO_LONG):
         code = "context_length_exceeded"
     return BadRequest(
         message,

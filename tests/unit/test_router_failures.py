@@ -72,6 +72,7 @@ def test_transfer_failures_are_told_apart(message: str) -> None:
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
         "Requested token count exceeds the model's maximum context length of 4096 tokens.",
         "Request x exceeds the maximum number of tokens: 5 > 4",
+        "Input length (5000 tokens) exceeds the maximum allowed length (4091 tokens).",
     ],
 )
 def test_context_length(message: str) -> None:
