@@ -5,7 +5,8 @@ they say about its fate. The leg that fails first of its own accord is charged; 
 cancelled, told to abort, and not charged. Two refinements:
 
 * A leg that reports a failed KV transfer is a witness as often as the culprit. The other leg gets
-  a moment (``settle``) to turn out dead, and is then the one that is charged.
+  a moment (``settle``) to turn out dead, and is then the one that is charged. It is charged as
+  well where the report says that its worker is gone.
 * Decode's first event proves that the KV has landed and was verified. From then on a prefill
   worker that dies is charged, but the request lives on; one that *says* that the request failed
   still ends it.
@@ -208,6 +209,8 @@ class Attempt:
             await asyncio.wait({other}, timeout=self._host.limits.settle)
         if self._failure is not None:
             return
+        if failure.peer_gone:
+            lease = self._pair.decode if lease is self._pair.prefill else self._pair.prefill
         lease.finish(failure.verdict)
         self._host.leg_failed(lease, failure)
         survivable = lease is self._pair.prefill and failure.reason in LOST and self._landed

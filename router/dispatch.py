@@ -72,7 +72,7 @@ class Dispatcher:
                 await attempt.close()
                 failure = failed
                 excluded |= _suspects(failed, pair)
-                lost_workers += failed.reason in failures.WENT_AWAY
+                lost_workers += failed.costs_a_worker
                 if not failure.retryable or lost_workers == self._retry.max_lost_workers:
                     break
             except BaseException:
@@ -109,7 +109,7 @@ class Dispatcher:
             self._metrics.kv_transfer_failures.inc()
         if failure.reason is Reason.CONNECT:
             self._registry.unreachable(worker, "cannot connect")
-        elif failure.reason in failures.LOST:
+        elif failure.reason in failures.LOST or failure.peer_gone:
             worker.wake.set()
         log.warning("leg_failed", worker=worker.id, role=worker.role.value,
                     reason=failure.reason.value, message=failure.error.message)  # fmt: skip
@@ -196,7 +196,8 @@ class Dispatcher:
 
 def _suspects(failure: LegFailure, pair: Pair) -> set[str]:
     """Workers to avoid in the next attempt; a failed transfer may be either one's fault."""
-    if failure.reason in {Reason.KV_TRANSFER, Reason.ABORTED} or failure.charged is None:
+    either = failure.reason in {Reason.KV_TRANSFER, Reason.ABORTED} and not failure.peer_gone
+    if either or failure.charged is None:
         return {pair.prefill.worker.id, pair.decode.worker.id}
     return {failure.charged}
 

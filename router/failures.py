@@ -60,12 +60,21 @@ class LegFailure(Exception):
     ``error`` is what the client is told when no further attempt is made.
     """
 
-    def __init__(self, reason: Reason, error: RoutingError, *, neutral: bool = False) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        error: RoutingError,
+        *,
+        neutral: bool = False,
+        peer_gone: bool = False,
+    ) -> None:
         super().__init__(error.message)
         self.reason = reason
         self.error = error
         self.charged: str | None = None
         """Id of the worker that is charged, once that is settled."""
+        self.peer_gone = peer_gone
+        """Whether the leg saw the other leg's worker go away, which is the one at fault."""
         self._neutral = neutral
 
     @property
@@ -76,6 +85,11 @@ class LegFailure(Exception):
         if self.reason in _NEUTRAL or self._neutral:
             return Verdict.NEUTRAL
         return Verdict.FAILURE
+
+    @property
+    def costs_a_worker(self) -> bool:
+        """Whether a worker went away, maybe because of the request."""
+        return self.reason in WENT_AWAY or self.peer_gone
 
     @property
     def retryable(self) -> bool:
@@ -154,7 +168,7 @@ def _transfer_failed(where: str, message: str) -> LegFailure:
     error = UpstreamError(
         f"The KV transfer failed, says the {where} worker: {message}", code="kv_transfer_failed"
     )
-    return LegFailure(Reason.KV_TRANSFER, error)
+    return LegFailure(Reason.KV_TRANSFER, error, peer_gone=_about_a_lost_peer(where, message))
 
 
 def _client_error(status: int, message: str, fields: Mapping[str, Any]) -> RoutingError:
@@ -169,6 +183,12 @@ def _client_error(status: int, message: str, fields: Mapping[str, Any]) -> Routi
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) else None,
     )
+
+
+def _about_a_lost_peer(where: str, message: str) -> bool:
+    """Whether a rank of the other leg's worker is gone, as the KV transfer puts it."""
+    peer = "prefill" if where == "decode" else "decode"
+    return f"{peer} rank" in message and " is gone" in message
 
 
 def _about_transfer(message: str) -> bool:

@@ -41,6 +41,11 @@ def listens(url: str) -> bool:
     return True
 
 
+def breakers_of(system: Cluster) -> list[str]:
+    """State of each worker's breaker, prefill workers first."""
+    return [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
+
+
 def assert_charged(system: Cluster, role: str, reason: str) -> None:
     """Exactly one leg was charged, and the other role's breaker saw nothing."""
     assert system.metric("leg_failures_total", role=role, reason=reason) == 1
@@ -243,6 +248,32 @@ def test_an_open_breaker_is_not_dispatched_to_and_recovers() -> None:
         system.decode[0].faults = Faults()
         time.sleep(1.1)
         assert system.complete().status_code == 200
+
+
+LOST_PEER = "Decode transfer failed for request rank=0: KVTransferError(prefill rank x is gone)"
+
+
+def test_a_prefill_worker_that_decode_saw_go_is_charged_and_no_more_than_three_are_tried() -> None:
+    breaker = {"failure_threshold": 1}
+    with cluster(5, 1, breaker=breaker, retry={"max_retries": 5}, leg={"settle": 0.05}) as system:
+        for worker in system.prefill:
+            worker.faults = Faults(hang=True)
+        system.decode[0].faults = Faults(status=500, message=LOST_PEER, delay=0.1)
+        answer = system.complete()
+        assert (answer.status_code, error_of(answer)["code"]) == (502, "kv_transfer_failed")
+        assert sorted(len(worker.seen) for worker in system.prefill) == [0, 0, 1, 1, 1]
+        assert sorted(breakers_of(system)[:5]) == ["closed"] * 2 + ["open"] * 3
+        assert breakers_of(system)[5:] == ["closed"]
+        assert system.metric("leg_failures_total", role="prefill", reason="kv_transfer") == 3
+
+
+def test_a_decode_worker_that_prefill_saw_go_is_charged() -> None:
+    with cluster(breaker={"failure_threshold": 1}, leg={"settle": 0.05}) as system:
+        message = "Prefill transfer failed: KVTransferError(decode rank y is gone)"
+        system.prefill[0].faults = Faults(status=500, message=message, delay=0.1)
+        system.decode[0].faults = Faults(hang=True)
+        assert system.complete().status_code == 502
+        assert breakers_of(system) == ["closed", "open"]
 
 
 def test_retry_uses_another_pair() -> None:

@@ -67,6 +67,21 @@ def test_transfer_failures_are_told_apart(message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "message", "gone"),
+    [
+        ("decode", "KVTransferError(prefill rank 10.0.0.1:5 is gone)", True),
+        ("prefill", "KVTransferError(decode rank 10.0.0.1:5 is gone)", True),
+        ("decode", "KVTransferError(decode rank 10.0.0.1:5 is gone)", False),
+        ("decode", "KVTransferError(prefill rank 10.0.0.1:5 refused the handshake)", False),
+    ],
+)
+def test_a_leg_may_have_seen_the_other_worker_go(where: str, message: str, gone: bool) -> None:
+    failure = failures.from_answer(where, 500, json.dumps({"message": message}).encode())
+    assert failure.reason is Reason.KV_TRANSFER
+    assert failure.peer_gone is failure.costs_a_worker is gone
+
+
+@pytest.mark.parametrize(
     "message",
     [
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
