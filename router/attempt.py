@@ -2,11 +2,13 @@
 
 The legs run as two tasks. Only decode's events reach the consumer; prefill's are read for what
 they say about its fate. The leg that fails first of its own accord is charged; the other is
-cancelled, told to abort, and not charged. Two refinements:
+cancelled, told to abort, and not charged. Three refinements:
 
 * A leg that reports a failed KV transfer is a witness as often as the culprit. The other leg gets
   a moment (``settle``) to turn out dead, and is then the one that is charged. It is charged as
   well where the report says that its worker is gone.
+* An error with which a living worker answers before the KV has landed may be the request's own
+  fault. The dispatcher charges it once another pair has served the request.
 * Decode's first event proves that the KV has landed and was verified. From then on a prefill
   worker that dies is charged, but the request lives on; one that *says* that the request failed
   still ends it.
@@ -211,6 +213,8 @@ class Attempt:
             return
         if failure.peer_gone:
             lease = self._pair.decode if lease is self._pair.prefill else self._pair.prefill
+        if not self._landed:
+            failure.doubt()
         lease.finish(failure.verdict)
         self._host.leg_failed(lease, failure)
         survivable = lease is self._pair.prefill and failure.reason in LOST and self._landed

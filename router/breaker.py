@@ -32,7 +32,7 @@ class Verdict(str, Enum):
     """It served the request, or rightly refused it (4xx)."""
     FAILURE = "failure"
     NEUTRAL = "neutral"
-    """Nothing: it was full (429, 503), or we cancelled the leg."""
+    """Nothing: it was full (429, 503), we cancelled the leg, or the request may be at fault."""
 
 
 class Breaker:

@@ -53,12 +53,13 @@ class Dispatcher:
 
         The caller closes it. Nothing has been sent to the client yet, so a failure is retried on
         another pair, ``max_retries`` times at most and within the call's deadline, unless
-        ``max_lost_workers`` went away under it.
+        ``max_lost_workers`` went away, fell silent or failed under it.
 
         Raises:
             RoutingError: no worker, or the last attempt failed; the error of that attempt.
         """
         excluded: set[str] = set()
+        doubted: set[str] = set()
         failure: LegFailure | None = None
         lost_workers = 0
         for number in range(self._retry.max_retries + 1):
@@ -72,6 +73,8 @@ class Dispatcher:
                 await attempt.close()
                 failure = failed
                 excluded |= _suspects(failed, pair)
+                if failed.in_doubt and failed.charged is not None:
+                    doubted.add(failed.charged)
                 lost_workers += failed.costs_a_worker
                 if not failure.retryable or lost_workers == self._retry.max_lost_workers:
                     break
@@ -79,6 +82,7 @@ class Dispatcher:
                 await attempt.close()
                 raise
             else:
+                self._registry.accuse(doubted)
                 return attempt
         assert failure is not None
         raise failure.error

@@ -46,8 +46,12 @@ class Reason(str, Enum):
 LOST = frozenset({Reason.CONNECT, Reason.DISCONNECTED, Reason.TIMEOUT, Reason.TRUNCATED})
 """The worker itself is gone or silent, as opposed to one that answers with an error."""
 
-WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TRUNCATED})
-"""It had the request, and its connection ended."""
+WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TIMEOUT, Reason.TRUNCATED})
+"""It was given the request, and its connection ended or it fell silent."""
+
+ANSWERED_WITH_ERROR = frozenset({Reason.ABORTED, Reason.STATUS})
+"""A living worker says that the request failed. Until the KV has landed, the request itself may be
+why, and would fail on every worker: none is charged before another pair has served it."""
 
 _NEUTRAL = frozenset({Reason.BUSY, Reason.DEADLINE, Reason.STOPPED})
 _TOO_LONG = ("context length", "maximum allowed length", "maximum number of tokens")
@@ -73,23 +77,29 @@ class LegFailure(Exception):
         self.error = error
         self.charged: str | None = None
         """Id of the worker that is charged, once that is settled."""
+        self.in_doubt = False
+        """Whether the charge waits until another pair has served the request."""
         self.peer_gone = peer_gone
         """Whether the leg saw the other leg's worker go away, which is the one at fault."""
         self._neutral = neutral
+
+    def doubt(self) -> None:
+        """The KV has not landed: charge no worker yet for what may be the request's own fault."""
+        self.in_doubt = self.reason in ANSWERED_WITH_ERROR and self.verdict is Verdict.FAILURE
 
     @property
     def verdict(self) -> Verdict:
         """What the failure says about the worker."""
         if self.reason is Reason.REFUSED:
             return Verdict.SUCCESS
-        if self.reason in _NEUTRAL or self._neutral:
+        if self.reason in _NEUTRAL or self._neutral or self.in_doubt:
             return Verdict.NEUTRAL
         return Verdict.FAILURE
 
     @property
     def costs_a_worker(self) -> bool:
-        """Whether a worker went away, maybe because of the request."""
-        return self.reason in WENT_AWAY or self.peer_gone
+        """Whether a worker went away, fell silent or failed, maybe because of the request."""
+        return self.reason in WENT_AWAY or self.peer_gone or self.in_doubt
 
     @property
     def retryable(self) -> bool:

@@ -233,6 +233,17 @@ class Registry:
         worker.breaker.report(verdict, self._clock(), trial=trial)
         self._forget_if_drained(worker)
 
+    def accuse(self, worker_ids: Collection[str]) -> None:
+        """Charge workers that failed a request which another pair has then served.
+
+        Their legs have ended neutrally. One may have been the trial of a half-open breaker, which
+        then opens again. Workers that have been forgotten meanwhile are passed over.
+        """
+        now = self._clock()
+        for worker in [self.workers[name] for name in worker_ids if name in self.workers]:
+            trial = worker.breaker.state(now) is BreakerState.HALF_OPEN
+            worker.breaker.report(Verdict.FAILURE, now, trial=trial)
+
     def unreachable(self, worker: Worker, why: str) -> None:
         """Nothing listens at a worker's address: leave it alone until a check succeeds."""
         worker.healthy = False

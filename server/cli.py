@@ -69,7 +69,10 @@ def _router(
     retry_max_retries: Annotated[int | None, typer.Option(help="[5]")] = None,
     retry_max_lost_workers: Annotated[
         int | None,
-        typer.Option(help="A request that so many workers died under gets no other [3]."),
+        typer.Option(
+            help="A request under which so many workers went away, fell silent or failed gets no "
+            "other [3]."
+        ),
     ] = None,
     cb_failure_threshold: Annotated[int | None, typer.Option(help="[10]")] = None,
     cb_timeout_duration_secs: Annotated[float | None, typer.Option(help="[60]")] = None,

@@ -96,7 +96,8 @@ class RetryPolicy(_Frozen):
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 5
     max_lost_workers: Annotated[int, Field(ge=1)] = 3
-    """A request that so many workers went away from may be why they did: no other gets it."""
+    """A request under which so many workers went away, fell silent or failed may be why they did:
+    no other gets it."""
     base_delay: Seconds = 0.05
     max_delay: Seconds = 2.0
 

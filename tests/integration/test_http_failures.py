@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -213,8 +214,7 @@ def test_a_client_error_is_relayed_and_counts_as_success() -> None:
             answer = system.complete(seed=666)
             assert answer.status_code == 400
             assert error_of(answer)["message"] == "seed 666 is not allowed"
-        breakers = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
-        assert breakers == ["closed", "closed"]
+        assert breakers_of(system) == ["closed", "closed"]
         assert system.complete().status_code == 200
 
 
@@ -236,18 +236,76 @@ def test_busy_workers_do_not_open_breakers() -> None:
 
 def test_an_open_breaker_is_not_dispatched_to_and_recovers() -> None:
     with cluster(breaker={"failure_threshold": 2, "timeout_secs": 1.0}) as system:
-        system.decode[0].faults = Faults(status=500)
+        system.decode[0].faults = Faults(garbage=True)
         for _ in range(2):
             assert system.complete().status_code == 502
         seen = len(system.decode[0].seen)
         answer = system.complete()
         assert (answer.status_code, error_of(answer)["code"]) == (503, "no_worker")
         assert len(system.decode[0].seen) == seen
-        states = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
-        assert states == ["closed", "open"]
+        assert breakers_of(system) == ["closed", "open"]
         system.decode[0].faults = Faults()
         time.sleep(1.1)
         assert system.complete().status_code == 200
+
+
+@pytest.mark.parametrize(
+    "faults", [Faults(status=500), Faults(abort_after=0)], ids=["status", "aborted"]
+)
+def test_a_worker_whose_failures_others_make_good_is_left_alone(faults: Faults) -> None:
+    breaker = {"failure_threshold": 2, "timeout_secs": 1.0}
+    retry = {"max_retries": 1}
+    with cluster(1, 2, breaker=breaker, retry=retry, decode_policy="round_robin") as system:
+        sick = system.decode[0]
+        sick.faults = faults
+        for _ in range(8):
+            assert system.complete(stream=True).status_code == 200
+        assert len(sick.seen) == 2
+        assert breakers_of(system) == ["closed", "open", "closed"]
+        time.sleep(1.1)
+        for _ in range(4):  # its trial fails, and it is left alone again
+            assert system.complete(stream=True).status_code == 200
+        assert len(sick.seen) == 3
+        assert breakers_of(system) == ["closed", "open", "closed"]
+        time.sleep(1.1)
+        sick.faults = Faults()
+        for _ in range(4):
+            assert system.complete(stream=True).status_code == 200
+        assert breakers_of(system) == ["closed"] * 3
+
+
+@pytest.mark.parametrize(
+    "faults", [Faults(status=500), Faults(abort_after=0)], ids=["status", "aborted"]
+)
+def test_requests_that_fail_everywhere_open_no_breaker(faults: Faults) -> None:
+    breaker = {"failure_threshold": 2}
+    with cluster(3, 3, breaker=breaker, retry={"max_retries": 5}) as system:
+        for worker in system.decode:
+            worker.faults = faults
+        for _ in range(20):
+            assert system.complete(stream=True).status_code == 502
+        assert breakers_of(system) == ["closed"] * 6
+        for worker in system.decode:
+            worker.faults = Faults()
+        assert system.complete(stream=True).status_code == 200
+
+
+def test_an_error_in_a_stream_that_has_begun_is_charged_at_once() -> None:
+    with cluster(breaker={"failure_threshold": 1}) as system:
+        system.decode[0].faults = Faults(error_after=1, token_delay=0.1)
+        assert "error" in events_of(system)[-1]
+        assert breakers_of(system) == ["closed", "open"]
+
+
+def test_a_trial_that_fails_with_nobody_to_do_better_is_followed_by_another() -> None:
+    with cluster(breaker={"failure_threshold": 1, "timeout_secs": 0.3}) as system:
+        system.decode[0].faults = Faults(garbage=True)
+        assert system.complete().status_code == 502
+        time.sleep(0.4)
+        system.decode[0].faults = Faults(status=500, only=2)
+        for status in (502, 502, 200):
+            assert system.complete().status_code == status
+        assert breakers_of(system) == ["closed", "closed"]
 
 
 LOST_PEER = "Decode transfer failed for request rank=0: KVTransferError(prefill rank x is gone)"
@@ -300,11 +358,23 @@ def test_retries_are_bounded() -> None:
         assert len(system.prefill[0].seen) == 3
 
 
-def test_a_request_that_ends_workers_is_not_given_to_all_of_them() -> None:
-    with cluster(prefill=5, retry={"max_retries": 5, "max_lost_workers": 2}) as system:
+@pytest.mark.parametrize(
+    ("faults", "status"),
+    [
+        (Faults(die=True), 502),
+        (Faults(hang=True), 504),
+        (Faults(status=500), 502),
+    ],
+    ids=["went away", "fell silent", "failed"],
+)
+def test_a_request_that_ends_workers_is_not_given_to_all_of_them(
+    faults: Faults, status: int
+) -> None:
+    retry = {"max_retries": 5, "max_lost_workers": 2}
+    with cluster(prefill=5, retry=retry, leg={"first_byte": 0.3}) as system:
         for worker in system.prefill:
-            worker.faults = Faults(die=True, only=1)
-        assert system.complete().status_code == 502
+            worker.faults = replace(faults, only=1)
+        assert system.complete().status_code == status
         assert [len(worker.seen) for worker in system.prefill].count(1) == 2
         assert system.client.get("/ready").status_code == 200
 
@@ -386,8 +456,7 @@ def test_the_whole_request_is_bounded() -> None:
         answer = system.chat()
         assert (answer.status_code, error_of(answer)["code"]) == (504, "request_timeout")
         wait_until(lambda: len(system.decode[0].aborted) == 1)
-        breakers = [w["breaker"] for w in system.client.get("/workers").json()["workers"]]
-        assert breakers == ["closed", "closed"]
+        assert breakers_of(system) == ["closed", "closed"]
         system.wait_quiet()
 
 

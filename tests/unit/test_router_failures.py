@@ -82,6 +82,27 @@ def test_a_leg_may_have_seen_the_other_worker_go(where: str, message: str, gone:
 
 
 @pytest.mark.parametrize(
+    ("failure", "doubted"),
+    [
+        (failures.from_answer("decode", 500, b""), True),
+        (failures.aborted("decode", None), True),
+        (failures.from_answer("decode", 401, b""), False),
+        (failures.from_answer("decode", 503, b""), False),
+        (failures.from_answer("decode", 400, b""), False),
+        (failures.aborted("decode", "KVTransferError(x)"), False),
+        (failures.lost(Reason.DISCONNECTED, "decode", "x"), False),
+    ],
+)
+def test_only_an_error_that_a_living_worker_answered_is_in_doubt(
+    failure: failures.LegFailure, doubted: bool
+) -> None:
+    before = failure.verdict
+    failure.doubt()
+    assert failure.in_doubt is doubted
+    assert failure.verdict is (Verdict.NEUTRAL if doubted else before)
+
+
+@pytest.mark.parametrize(
     "message",
     [
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
