@@ -247,6 +247,8 @@ def measure_candidates(
             trial.advance(model, layer, index, calibration, exact)
         advance(model, layer, calibration)
         advance(model, layer, exact)
+        # Freed before the next layer, or the head, is read: a reference would double the peak.
+        del layer
     progress("layers", model.layers, model.layers)
     measures = _measures(model, held_out, trials, exact)
     return [replace(c, measure=measure) for c, measure in zip(candidates, measures, strict=True)]
