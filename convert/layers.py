@@ -2,9 +2,7 @@
 
 The layers are HuggingFace's own modules, filled from the checkpoint tensor by tensor (block-FP8
 weights are dequantised on the way), so what calibration and evaluation compute is HuggingFace's
-model. One consequence: HuggingFace's DeepSeek-V2 attention leaves out the factor mscale^2 that
-DeepSeek's code and SGLang apply to the softmax when rope_scaling has mscale_all_dim (V3 has it); we
-use the module's ``scaling`` as it is.
+model. DeepSeek-V2's lack two things, which are added here (:func:`_complete`).
 
 Shape suffixes: T tokens, E hidden size, V vocabulary.
 """
@@ -125,6 +123,8 @@ class LayeredModel:
             if name.endswith(KEPT_FLOAT32):
                 target.data = target.data.float()
             self._fill(f"model.layers.{index}.{name}", target)
+        if self._family is _V2:
+            _complete(module, self.config)
         return module
 
     @torch.no_grad()
@@ -166,6 +166,15 @@ def run_layer(layer: nn.Module, hidden_TE: torch.Tensor, rotary: Any) -> torch.T
     # No mask: HuggingFace's SDPA attention is causal then, and allocates no T x T tensor.
     output: torch.Tensor = layer(hidden_TE[None], attention_mask=None, position_embeddings=rotary)
     return output[0]
+
+
+def _complete(layer: Any, config: Any) -> None:
+    """Add to a DeepSeek-V2 layer what HuggingFace's leaves out and the served model has.
+
+    Routing within groups of experts reads their number, which the module never sets.
+    """
+    if hasattr(layer.mlp, "gate") and not hasattr(layer.mlp, "num_experts"):
+        layer.mlp.num_experts = config.n_routed_experts
 
 
 def _family(checkpoint: Checkpoint) -> _Family:
