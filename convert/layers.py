@@ -171,10 +171,15 @@ def run_layer(layer: nn.Module, hidden_TE: torch.Tensor, rotary: Any) -> torch.T
 def _complete(layer: Any, config: Any) -> None:
     """Add to a DeepSeek-V2 layer what HuggingFace's leaves out and the served model has.
 
-    Routing within groups of experts reads their number, which the module never sets.
+    Routing within groups of experts reads their number, which the module never sets. And logits
+    lack the factor that DeepSeek's code and SGLang have where yarn has mscale_all_dim: calibrated
+    without it, a basis and its fits are those of flatter attention than is served.
     """
     if hasattr(layer.mlp, "gate") and not hasattr(layer.mlp, "num_experts"):
         layer.mlp.num_experts = config.n_routed_experts
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default" and (mscale := rope.get("mscale_all_dim", 0)):
+        layer.self_attn.scaling *= v3.yarn_get_mscale(rope["factor"], mscale) ** 2
 
 
 def _family(checkpoint: Checkpoint) -> _Family:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.unit.checkpoints import make_checkpoint, some_ids, write_text
+from tests.unit.checkpoints import YARN, make_checkpoint, some_ids, write_text
 from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.layers import LayeredModel, run_layer
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.planning import Budget, survey
 
+CONFIGS = Path(__file__).resolve().parents[2] / "benchmarks" / "configs"
 GROUPED = {
     "q_lora_rank": 48,
     "n_group": 2,
@@ -42,5 +45,31 @@ def test_routing_limited_to_groups_asks_experts_of_one_group(tmp_path: Path) -> 
     assert torch.equal(halves_TK[:, 0], halves_TK[:, 1]) and len(halves_TK.unique()) == 2
 
 
+def test_logits_of_v2_lite_are_scaled_as_served(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "deepseek-v2-lite.json").read_text())
+    kept = ("rope_scaling", "qk_nope_head_dim", "qk_rope_head_dim", "max_position_embeddings")
+    source = make_checkpoint(tmp_path / "source", "v2", **{key: config[key] for key in kept})
+    attention: Any = _model(source).layer(0).self_attn
+    assert attention.scaling == pytest.approx(_served(config["rope_scaling"], 192**-0.5))
+    assert attention.scaling == pytest.approx(0.1147, abs=5e-5)
+
+
+@pytest.mark.parametrize("family", ["v2", "v3"])
+@pytest.mark.parametrize("rope", [None, YARN, {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}])
+def test_logits_are_scaled_as_served(
+    tmp_path: Path, family: str, rope: dict[str, Any] | None
+) -> None:
+    source = make_checkpoint(tmp_path / "source", family, rope_scaling=rope)
+    attention: Any = _model(source).layer(0).self_attn
+    assert attention.scaling == pytest.approx(_served(rope or {}, 48**-0.5))
+
+
 def _model(folder: Path) -> LayeredModel:
     return LayeredModel(Checkpoint(folder), torch.device("cpu"))
+
+
+def _served(rope_scaling: dict[str, Any], base: float) -> float:
+    """SGLang's own; imported late, for it takes seconds."""
+    from sglang.srt.configs.model_config import compute_mla_mscale_scaling
+
+    return float(compute_mla_mscale_scaling(rope_scaling, base)) if rope_scaling else base
