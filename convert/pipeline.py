@@ -7,9 +7,9 @@ and a limited part of the calibration text's hidden states, whatever the number 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +43,7 @@ from tpla.convert.logit_scale import QUERIES_PER_SEQUENCE, LogitScale
 from tpla.convert.rewrite import KV_B, attention_prefix, encode_projections
 from tpla.convert.rotation import Method
 from tpla.convert.sliced_attention import CoreValues
+from tpla.convert.staging import check_destination, copy_contents, staging_folder
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
     KEYS_TENSOR,
@@ -124,10 +125,10 @@ def convert_checkpoint(
     """
     checkpoint = Checkpoint(source)
     recipe = make_recipe(checkpoint, options)
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{destination} lies in {source}; choose a folder outside of it")
-    with _staging(destination) as staging:
+    check_destination(source, destination, written_bytes(checkpoint, options.dtype))
+    with staging_folder(destination) as staging:
         results, facts = _results(checkpoint, recipe, options)
+        _copy_other_files(checkpoint, staging, options.dtype)
         layers = int(checkpoint.config["num_hidden_layers"])
         spectra, scales = [], []
         (staging / _ROTATED).mkdir()
@@ -142,7 +143,7 @@ def convert_checkpoint(
             progress("layers", result.layer + 1, layers)
         _write_weights(checkpoint, staging, options.dtype, progress)
         shutil.rmtree(staging / _ROTATED)
-        _copy_other_files(checkpoint, staging, options.dtype)
+        _write_index(checkpoint, staging)
         manifest = Manifest(
             plan=recipe.plan,
             method=recipe.method.value,
@@ -158,6 +159,17 @@ def convert_checkpoint(
         )
         manifest.save(staging)
     return manifest
+
+
+def written_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
+    """Bytes of the weights that a conversion to ``dtype`` writes."""
+    total = 0
+    for entry in checkpoint.entries.values():
+        if dtype is not None and entry.dtype in WIDE_FLOATS:
+            total += math.prod(entry.shape) * dtype.itemsize
+        else:
+            total += entry.size
+    return total
 
 
 def latent_rank(checkpoint: Checkpoint) -> int:
@@ -283,26 +295,6 @@ def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) ->
     )
 
 
-@contextmanager
-def _staging(destination: Path) -> Iterator[Path]:
-    """A folder beside ``destination`` that gets its name on success and is removed on failure."""
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise CheckpointError(f"{destination} exists and is not empty; remove it or choose another")
-    staging = destination.with_name(destination.name + ".tmp")
-    try:
-        staging.mkdir(parents=True)
-    except FileExistsError:
-        raise CheckpointError(
-            f"{staging} exists, from a conversion that runs or was killed; remove it if none runs"
-        ) from None
-    try:
-        yield staging
-        staging.rename(destination)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
 def _spill(
     folder: Path, checkpoint: Checkpoint, result: LayerResult, dtype: torch.dtype | None
 ) -> None:
@@ -352,28 +344,29 @@ def _output(name: str, entry: TensorEntry, dtype: torch.dtype | None) -> OutputT
 def _copy_other_files(checkpoint: Checkpoint, staging: Path, dtype: torch.dtype | None) -> None:
     """Config, tokenizer, templates; not other copies of the weights, which are not rotated."""
 
-    def ignored(_folder: str, names: list[str]) -> set[str]:
-        return {
-            name
-            for name in names
-            if name.startswith(".")
-            or name in (MANIFEST_NAME, VALUES_FOLDER)
-            or name.endswith(_OTHER_WEIGHTS)
-        }
+    def skipped(name: str) -> bool:
+        ours = name in (MANIFEST_NAME, VALUES_FOLDER)
+        return ours or name.startswith(".") or name.endswith(_OTHER_WEIGHTS)
 
-    shutil.copytree(checkpoint.directory, staging, ignore=ignored, dirs_exist_ok=True)
-    index = checkpoint.directory / INDEX_NAME
-    if index.exists():
-        document = json.loads(index.read_text())
-        entries = [read_header(staging / file)[0] for file in checkpoint.files]
-        total = sum(entry.size for part in entries for entry in part.values())
-        document["metadata"] = {**document.get("metadata", {}), "total_size": total}
-        (staging / INDEX_NAME).write_text(json.dumps(document, indent=2) + "\n")
+    copy_contents(checkpoint.directory, staging, skipped)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
         keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
         config = {**checkpoint.config, **dict.fromkeys(keys or ["torch_dtype"], name)}
         (staging / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_index(checkpoint: Checkpoint, staging: Path) -> None:
+    """The source's index, if it has one, with the size of what was written."""
+    index = checkpoint.directory / INDEX_NAME
+    if not index.exists():
+        return
+    document = json.loads(index.read_text())
+    entries = [read_header(staging / file)[0] for file in checkpoint.files]
+    total = sum(entry.size for part in entries for entry in part.values())
+    kept = document.get("metadata")
+    document["metadata"] = {**(kept if isinstance(kept, dict) else {}), "total_size": total}
+    (staging / INDEX_NAME).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _version() -> str:
