@@ -12,10 +12,12 @@ import typer
 
 from tpla.convert.alignment import Alignment
 from tpla.convert.calibrate import LEARNING_STEPS
+from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
     check_device,
+    check_json,
     parse_core_dims,
     progress_bar,
     run_app,
@@ -24,7 +26,7 @@ from tpla.convert.cli_parts import (
 from tpla.convert.division import choose_plan
 from tpla.convert.hidden_states import MEMORY_BYTES
 from tpla.convert.logit_scale import LogitScale
-from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
+from tpla.convert.pipeline import ConversionOptions, check_output, convert_checkpoint
 from tpla.convert.plan_tables import print_candidates, print_choice
 from tpla.convert.planning import WIDTH_MULTIPLE, Budget, survey
 from tpla.convert.rotation import Method
@@ -174,6 +176,7 @@ def _convert(
     choice = None
     with progress_bar() as progress:
         if budget.limited:
+            check_output(Checkpoint(src), dst, options)  # measuring takes as long as converting
             choice = choose_plan(src, options, budget, uniform, progress=progress)
             options = replace(options, core_dims=choice.chosen.plan.core_dims)
         manifest = convert_checkpoint(src, dst, options, progress)
@@ -207,7 +210,10 @@ def _plan(
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
-    out: Annotated[Path | None, typer.Option("--json", help="write the candidates here")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--json", callback=check_json, help="write the candidates here"),
+    ] = None,
 ) -> None:
     """What every shared core costs in bytes and, with calibration text, in accuracy.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,20 @@ def write_json(path: Path, document: object, indent: int | None = 2) -> None:
         path.write_text(json.dumps(document, indent=indent) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def check_json(path: Path | None) -> Path | None:
+    """Check that :func:`write_json` could write a result, before the work for it begins.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if path is None:
+        return None
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"cannot write {path}; give a file in a folder that can be written to")
+    return path
 
 
 def check_device(name: str) -> str:

@@ -20,6 +20,7 @@ from tpla.convert.planning import (
     list_candidates,
     measure_candidates,
     survey,
+    within_bytes,
 )
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import ModelPlan
@@ -67,7 +68,9 @@ def choose_plan(
         CheckpointError: not a model with latent attention.
         ConfigError: no plan is within the budget, or text to measure on is absent or too short.
     """
-    divides = not uniform and len(list_candidates(source, options.groups, budget)) > 1
+    possible = list_candidates(source, options.groups, budget)
+    within_bytes(possible, budget)  # refused here, and not after the measuring
+    divides = not uniform and len(possible) > 1
     if divides and options.calibration is None:
         raise ConfigError(
             f"bytes_per_token={budget.bytes_per_token}, max_kl={budget.max_kl}: dividing a budget "

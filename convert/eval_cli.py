@@ -20,6 +20,7 @@ from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
     check_device,
+    check_json,
     progress_bar,
     run_app,
     write_json,
@@ -58,7 +59,9 @@ def evaluate() -> None:
 _Model = Annotated[Path, typer.Argument(help="converted checkpoint, or a plain one for mla")]
 _Text = Annotated[Path, typer.Option(help='text file, or .jsonl with "text" or "messages"')]
 _Context = Annotated[int, typer.Option(help="tokens of a sequence")]
-_Json = Annotated[Path | None, typer.Option("--json", help="write the result here")]
+_Json = Annotated[
+    Path | None, typer.Option("--json", callback=check_json, help="write the result here")
+]
 _MaxTokens = Annotated[int, typer.Option(help="tokens of text at most")]
 _PerDocument = Annotated[bool, typer.Option("--per-document", help=PER_DOCUMENT)]
 _Mode = Annotated[Mode, typer.Option(help="attention of decode")]

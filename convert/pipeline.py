@@ -125,7 +125,7 @@ def convert_checkpoint(
     """
     checkpoint = Checkpoint(source)
     recipe = make_recipe(checkpoint, options)
-    check_destination(source, destination, written_bytes(checkpoint, options.dtype))
+    check_output(checkpoint, destination, options)
     with staging_folder(destination) as staging:
         results, facts = _results(checkpoint, recipe, options)
         _copy_other_files(checkpoint, staging, options.dtype)
@@ -159,6 +159,16 @@ def convert_checkpoint(
         )
         manifest.save(staging)
     return manifest
+
+
+def check_output(checkpoint: Checkpoint, destination: Path, options: ConversionOptions) -> None:
+    """Refuse a destination before any work for it.
+
+    Raises:
+        CheckpointError: the file system would not take the result.
+    """
+    needed = written_bytes(checkpoint, options.dtype)
+    check_destination(checkpoint.directory, destination, needed)
 
 
 def written_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:

@@ -61,7 +61,7 @@ class Budget:
         width_multiple: widths of a rank's latent are multiples of it.
 
     Raises:
-        ConfigError: a multiple below 1.
+        ConfigError: a multiple below 1, or a KL that is not above 0.
     """
 
     kv_format: KVFormat = KVFormat.FP8
@@ -72,6 +72,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.width_multiple < 1:
             raise ConfigError(f"width_multiple={self.width_multiple} must be at least 1")
+        if self.max_kl is not None and not self.max_kl > 0:  # nan, too
+            raise ConfigError(
+                f"max_kl={self.max_kl:g} must be more than 0, which only the exact model has; "
+                "give as many nats as you accept, e.g. 0.003"
+            )
 
     @property
     def limited(self) -> bool:
@@ -153,6 +158,23 @@ def list_candidates(source: Path, groups: int, budget: Budget) -> list[Candidate
     return found
 
 
+def within_bytes(candidates: Sequence[Candidate], budget: Budget) -> list[Candidate]:
+    """The candidates whose rows are no larger than a budget's; needs no measure of them.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    limit = budget.bytes_per_token
+    found = [c for c in candidates if limit is None or c.row_bytes <= limit]
+    if not found:
+        raise ConfigError(
+            f"bytes_per_token={limit} is less than the smallest row of "
+            f"{candidates[0].plan.groups} groups, {candidates[0].row_bytes:g} bytes; use more "
+            "groups or another --kv-format"
+        )
+    return found
+
+
 def choose(candidates: Sequence[Candidate], budget: Budget) -> Candidate:
     """One core for all layers: the least that meets ``max_kl``, else the most that fits the bytes.
 
@@ -163,14 +185,8 @@ def choose(candidates: Sequence[Candidate], budget: Budget) -> Candidate:
     Raises:
         ConfigError: no candidate is within the budget.
     """
-    limit = budget.bytes_per_token
-    affordable = [c for c in candidates if limit is None or c.row_bytes <= limit]
+    affordable = within_bytes(candidates, budget)
     groups = candidates[0].plan.groups
-    if not affordable:
-        raise ConfigError(
-            f"bytes_per_token={limit} is less than the smallest row of {groups} groups, "
-            f"{candidates[0].row_bytes:g} bytes; use more groups or another --kv-format"
-        )
     if budget.max_kl is None:
         return affordable[-1]
     for candidate in affordable:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import LATENT, edit_config, make_checkpoint, write_text
-from tpla.convert import cli
+from tpla.convert import cli, division, planning
 from tpla.convert.division import choose_plan, divide_by_layer
 from tpla.convert.evaluate import Subject, evaluate_specs
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
@@ -219,6 +219,50 @@ def test_bad_values_end_with_one_line_and_status_2(
     monkeypatch.chdir(folder)
     assert _run(monkeypatch, command, "source", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("convert", ["occupied", "--max-kl", "1"], "exists and is not empty"),
+        ("convert", ["out3", "--max-kl", "nan"], "max_kl=nan must be more than 0"),
+        ("convert", ["out3", "--max-kl", "0"], "max_kl=0 must be more than 0"),
+        ("convert", ["out3", "--bytes-per-token", "9"], "less than the smallest row"),
+        ("convert", ["out3", "--bytes-per-token", "9", "--max-kl", "1"], "bytes_per_token=9"),
+        ("plan", ["--max-kl", "-1"], "max_kl=-1 must be more than 0"),
+        ("plan", ["--bytes-per-token", "9"], "less than the smallest row"),
+        ("plan", ["--max-kl", "1", "--json", "occupied"], "cannot write occupied"),
+        ("plan", ["--max-kl", "1", "--json", "nowhere/plan.json"], "cannot write nowhere"),
+    ],
+)
+def test_what_a_budget_cannot_have_is_refused_before_anything_is_measured(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("measured first")
+
+    for module in (planning, division):
+        monkeypatch.setattr(module, "measure_candidates", measure)
+    (folder / "occupied").mkdir(exist_ok=True)
+    (folder / "occupied" / "file").write_text("")
+    monkeypatch.chdir(folder)
+    status = _run(monkeypatch, command, "source", *arguments, "--calibration", "all.jsonl")
+    assert status == 2 and message in capsys.readouterr().err
+
+
+def test_a_budget_may_need_a_core_for_the_latent_to_divide(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 64 dims are not three equal slices; the 24 beside a core of 40 are.
+    monkeypatch.chdir(folder)
+    common = ["source", "thirds", "--groups", 3, "--calibration", "all.jsonl", "--uniform"]
+    assert _run(monkeypatch, "convert", *common, "--bytes-per-token", 9999) == 0
+    assert Manifest.load(folder / "thirds").plan.core == 40
 
 
 def _write(path: Path, documents: list[str]) -> None:
