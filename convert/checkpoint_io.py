@@ -247,7 +247,16 @@ class Checkpoint:
         return self.entries[name]
 
     def load(self, name: str) -> torch.Tensor:
-        """Tensor ``name``; block-FP8 weights come dequantised, in float32."""
+        """Tensor ``name``; block-FP8 weights come dequantised, in float32.
+
+        Raises:
+            CheckpointError: no such tensor, or FP8 numbers that cannot be scaled.
+        """
+        if self.entry(name).dtype == "F8_E4M3" and name + SCALE_SUFFIX not in self.entries:
+            raise CheckpointError(
+                f"{name} is FP8 without its scales {name}{SCALE_SUFFIX}, and means nothing alone; "
+                "complete the download, or give a checkpoint in block FP8 or BF16"
+            )
         tensor = self.entry(name).load()
         if self.is_quantized(name):
             if self.block_fp8 is None:

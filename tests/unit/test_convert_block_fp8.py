@@ -123,6 +123,20 @@ def test_scales_of_another_shape_are_refused(text: Path, tmp_path: Path) -> None
         convert_checkpoint(source, tmp_path / "out", ConversionOptions(calibration=text))
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.kv_b_proj.weight", "model.layers.1.self_attn.o_proj.weight"]
+)
+def test_an_fp8_weight_without_its_scales_is_named(
+    source: Path, text: Path, tmp_path: Path, name: str
+) -> None:
+    damaged = Path(shutil.copytree(source, tmp_path / "damaged"))
+    tensors = load_file(damaged / "model.safetensors")
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} is FP8 without its scales"):
+        convert_checkpoint(damaged, tmp_path / "out", ConversionOptions(calibration=text))
+
+
 def _dequantized(source: Path, target: Path) -> Path:
     """The same checkpoint with plain float32 weights, for HuggingFace on a CPU."""
     checkpoint = Checkpoint(source)
