@@ -26,10 +26,11 @@ from tpla.convert.cli_parts import (
 from tpla.convert.division import choose_plan
 from tpla.convert.hidden_states import MEMORY_BYTES
 from tpla.convert.logit_scale import LogitScale
-from tpla.convert.pipeline import ConversionOptions, check_output, convert_checkpoint
+from tpla.convert.pipeline import ConversionOptions, check_output, convert_checkpoint, few_tokens
 from tpla.convert.plan_tables import print_candidates, print_choice
 from tpla.convert.planning import WIDTH_MULTIPLE, Budget, survey
 from tpla.convert.rotation import Method
+from tpla.core.checkpoint import Manifest
 from tpla.core.errors import ConfigError
 from tpla.core.latent_layout import KVFormat, describe_core
 
@@ -182,12 +183,24 @@ def _convert(
         manifest = convert_checkpoint(src, dst, options, progress)
     if choice is not None:
         print_choice(choice)
-    plan = manifest.plan
+    _print_result(dst, manifest)
+
+
+def _print_result(dst: Path, manifest: Manifest) -> None:
+    plan, tokens = manifest.plan, manifest.calibration.get("tokens")
+    read = "no calibration text" if tokens is None else f"{tokens} calibration tokens"
     print(
         f"{dst}: {plan.num_layers} layers, {manifest.method}, {plan.groups} groups, "
         f"{describe_core(plan.core_dims)} core dims, a rank holds {plan.latent_share:.1%} of the "
-        f"latent, alignment {manifest.alignment}, fingerprint {manifest.fingerprint[:16]}"
+        f"latent, alignment {manifest.alignment}, {read}, fingerprint {manifest.fingerprint[:16]}"
     )
+    enough = few_tokens(plan.kv_lora_rank)
+    if tokens is not None and tokens < enough:
+        print(
+            f"warning: {tokens} calibration tokens are few for a latent of {plan.kv_lora_rank} "
+            f"dims; give {enough} or more, by text or --max-tokens, and measure with tpla eval",
+            file=sys.stderr,
+        )
 
 
 @_plan_app.command()

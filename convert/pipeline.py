@@ -62,6 +62,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and of how many."""
 
 _ROTATED = ".rotated"
+_TOKENS_PER_DIM = 16
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 
 
@@ -292,7 +293,7 @@ def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) ->
     """Token ids ``[T]`` of each sequence of the calibration text.
 
     Raises:
-        ConfigError: no text, or one that cannot be used.
+        ConfigError: no text, or one that cannot be used, or too little for a measured basis.
     """
     if options.calibration is None:
         raise ConfigError("calibration=None, but this needs text; give --calibration PATH")
@@ -300,9 +301,21 @@ def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) ->
         raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
     context = sequence_context(checkpoint.config, options.context)
     tokenizer = load_tokenizer(checkpoint.directory)
-    return read_sequences(
+    sequences = read_sequences(
         options.calibration, tokenizer, context, options.max_tokens, options.per_document
     )
+    tokens, rank = sum(part.shape[0] for part in sequences), latent_rank(checkpoint)
+    if options.method.is_measured and tokens < rank:
+        raise ConfigError(
+            f"{tokens} calibration tokens do not determine a basis of kv_lora_rank={rank} dims; "
+            f"give {few_tokens(rank)} or more, by text or --max-tokens, or use --method hadamard"
+        )
+    return sequences
+
+
+def few_tokens(rank: int) -> int:
+    """Calibration tokens below which what is measured of a latent of ``rank`` dims is rough."""
+    return _TOKENS_PER_DIM * rank
 
 
 def _spill(

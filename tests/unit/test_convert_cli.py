@@ -42,6 +42,23 @@ def test_convert_writes_what_was_asked_for(converted: Path) -> None:
     assert (manifest.method, manifest.logit_scale) == ("pca", "fit")
 
 
+@pytest.mark.parametrize(("tokens", "warned"), [(1023, True), (1024, False)])
+def test_convert_says_how_many_tokens_it_read_and_warns_of_few(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tokens: int,
+    warned: bool,
+) -> None:
+    text = write_text(tmp_path / "text.txt", 2000)
+    arguments = [tmp_path / "out", "--calibration", text, "--max-tokens", tokens]
+    assert _run(monkeypatch, "convert", folder / "source", *arguments) == 0
+    printed = capsys.readouterr()
+    assert f"{tokens} calibration tokens" in printed.out
+    assert ("give 1024 or more" in printed.err) == warned
+
+
 def test_eval_ppl_writes_one_row(
     converted: Path,
     folder: Path,

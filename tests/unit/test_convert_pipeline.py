@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,17 @@ def test_a_tokenizer_of_another_model_is_refused(text: Path, tmp_path: Path) -> 
     source = make_checkpoint(tmp_path / "source", vocab_size=64, bos_token_id=1, eos_token_id=2)
     with pytest.raises(CheckpointError, match="does not belong to the model"):
         convert_checkpoint(source, tmp_path / "out", ConversionOptions(calibration=text))
+
+
+def test_fewer_tokens_than_a_measured_basis_has_dims_are_refused(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    options = ConversionOptions(calibration=text, max_tokens=63)
+    with pytest.raises(ConfigError, match=r"63 calibration tokens .* kv_lora_rank=64 dims; give"):
+        convert_checkpoint(source, tmp_path / "out", options)
+    convert_checkpoint(source, tmp_path / "out", replace(options, max_tokens=64))
+    unmeasured = replace(options, method=Method.HADAMARD)
+    convert_checkpoint(source, tmp_path / "unmeasured", unmeasured)
 
 
 @pytest.mark.parametrize("context", [1, 513])
