@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,8 @@ UNALIGNED = "none"
 KEYED = "keys+values"
 """The ``alignment`` of a checkpoint whose decode has key projections of its own, too."""
 
+ALIGNMENTS = (UNALIGNED, "values", KEYED)
+
 KEYS_TENSOR = "keys"
 VALUES_TENSOR = "values"
 """The tensors of :func:`values_path`; keys are there if the alignment is :data:`KEYED`."""
@@ -35,6 +38,10 @@ VALUES_FOLDER = "tpla_decode"
 REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "reference_model"
 """The embedded model; it comes with a checkout, not with a wheel."""
 
+_TEXTS = (
+    *("method", "logit_scale", "alignment", "version"),
+    *("fingerprint", "source_fingerprint", "values_digest"),
+)
 _SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 1 << 20
 _ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")
@@ -131,11 +138,60 @@ class Manifest:
             if schema == _ONE_CORE_SCHEMA:
                 layers = len(document["logit_scales"])
                 plan = {**plan, "core_dims": [plan["core_dims"]] * layers}
-            return cls(**{**document, "plan": ModelPlan.from_dict(plan)})
+            manifest = cls(**{**document, "plan": ModelPlan.from_dict(plan)})
         except (KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(
                 f"{path} is malformed ({error}); convert the model again"
             ) from error
+        for wrong in _contradictions(manifest):
+            raise CheckpointError(f"{path} is malformed ({wrong}); convert the model again")
+        return manifest
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What a manifest's fields say that cannot be, of themselves and of each other.
+
+    An edited file, or one of another model, is to be refused where it is read, and by the name of
+    the field; wherever the field is used later, it is an index out of range, or wrong answers.
+    """
+    plan = manifest.plan
+    for name in _TEXTS:
+        if not isinstance(value := getattr(manifest, name), str):
+            yield f"{name}={value!r} is not a text"
+    if manifest.alignment not in ALIGNMENTS:
+        yield f"alignment={manifest.alignment!r} is none of {', '.join(ALIGNMENTS)}"
+    if not isinstance(manifest.calibration, dict):
+        yield f"calibration={manifest.calibration!r} is not an object"
+    if not all(type(n) is int for n in (plan.kv_lora_rank, plan.groups, *plan.core_dims)):
+        yield f"plan={plan} holds other than whole numbers"
+    yield from _wrong_scales(manifest.logit_scales, plan)
+    if manifest.spectrum != []:  # left out where nothing was measured
+        yield from _wrong_table("spectrum", manifest.spectrum, plan.num_layers)
+        for layer, shares in enumerate(manifest.spectrum):
+            yield from _wrong_numbers(f"spectrum[{layer}]", shares, plan.kv_lora_rank)
+
+
+def _wrong_scales(scales: Any, plan: ModelPlan) -> Iterator[str]:
+    yield from _wrong_table("logit_scales", scales, plan.num_layers)
+    for layer, heads in enumerate(scales):
+        yield from _wrong_table(f"logit_scales[{layer}]", heads, len(scales[0]))
+        for head, groups in enumerate(heads):
+            yield from _wrong_numbers(f"logit_scales[{layer}][{head}]", groups, plan.groups)
+
+
+def _wrong_table(name: str, value: Any, length: int) -> Iterator[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(row, list) for row in value):
+        yield f"{name} is not a list of lists"
+    elif len(value) != length:
+        yield f"{name} has {len(value)} entries, the others imply {length}"
+
+
+def _wrong_numbers(name: str, value: list[Any], length: int) -> Iterator[str]:
+    if len(value) != length:
+        yield f"{name} has {len(value)} entries, the plan implies {length}"
+    for number in value:
+        if type(number) not in (int, float) or not math.isfinite(number):
+            yield f"{name} holds {number!r}, which is not a finite number"
 
 
 def values_path(directory: Path, layer: int) -> Path:
