@@ -20,6 +20,7 @@ DEFAULT_CONTEXT = 2048
 HELD_OUT_EVERY = 4
 """Of sequences that are also to be judged on, every fourth is not fitted."""
 
+_Document = str | list[dict[str, Any]]
 _CHARS_PER_TOKEN = 16
 """No more characters than this a wanted token are read of a plain text."""
 
@@ -76,12 +77,12 @@ def read_sequences(
         int64 ``[T]`` tensors of at least two tokens.
 
     Raises:
-        ConfigError: unreadable file, or fewer than two tokens in it.
+        ConfigError: unreadable file or line, or fewer than two tokens.
     """
     texts: list[list[int]] = [[]]
     left = max_tokens
-    for document in _documents(path, max_tokens):
-        ids = _encode(path, tokenizer, document)[:left]
+    for place, document in _documents(path, max_tokens):
+        ids = _encode(place, tokenizer, document)[:left]
         left -= len(ids)
         if per_document:
             texts.append(ids)
@@ -112,39 +113,54 @@ def hold_out(sequences: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     return kept, list(numbers[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
 
 
-def _documents(path: Path, max_tokens: int) -> Iterator[str | list[dict[str, str]]]:
+def _documents(path: Path, max_tokens: int) -> Iterator[tuple[str, _Document]]:
+    """Each document, and where it lies, for messages."""
     try:
         with path.open(encoding="utf-8") as handle:
             if path.suffix != ".jsonl":
-                yield handle.read(max_tokens * _CHARS_PER_TOKEN)
+                yield str(path), handle.read(max_tokens * _CHARS_PER_TOKEN)
                 return
             for number, line in enumerate(handle, 1):
                 if line.strip():
-                    yield _parse(path, number, line)
+                    yield f"{path}:{number}", _parse(f"{path}:{number}", line)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read text {path}: {error}") from error
 
 
-def _parse(path: Path, number: int, line: str) -> str | list[dict[str, str]]:
+def _parse(place: str, line: str) -> _Document:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{path}:{number} is not JSON ({error})") from error
-    content = None
+        raise ConfigError(f"{place} is not JSON ({error}); correct or remove the line") from error
+    text, messages = None, None
     if isinstance(record, dict):
-        content = record.get("text", record.get("messages"))
-    if not isinstance(content, str | list):
-        raise ConfigError(f'{path}:{number} has neither "text" nor "messages"')
-    return content
-
-
-def _encode(path: Path, tokenizer: Any, document: str | list[dict[str, str]]) -> list[int]:
-    if isinstance(document, str):
-        return list(tokenizer(document, verbose=False)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
+        text, messages = record.get("text"), record.get("messages")
+    if isinstance(text, str):
+        return text
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise ConfigError(
-            f'{path} has "messages" but the tokenizer has no chat template; use "text"'
+            f'{place} has neither "text" nor "messages" (a string; a list of objects); correct or '
+            "remove the line"
         )
-    rendered = tokenizer.apply_chat_template(document, tokenize=False)
-    # The template writes the special tokens itself.
-    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    if not messages:
+        raise ConfigError(f'{place} has "messages" without any; correct or remove the line')
+    return messages
+
+
+def _encode(place: str, tokenizer: Any, document: _Document) -> list[int]:
+    plain = isinstance(document, str)
+    if not plain and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f'{place} has "messages" but the tokenizer has no chat template; use "text"'
+        )
+    try:
+        if plain:
+            return list(tokenizer(document, verbose=False)["input_ids"])
+        rendered = tokenizer.apply_chat_template(document, tokenize=False)
+        # The template writes the special tokens itself.
+        return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    except Exception as error:  # a template is a program of the model's, and may fail in any way
+        raise ConfigError(
+            f"{place}: the tokenizer or its chat template fails on it "
+            f"({type(error).__name__}: {error}); correct or remove it"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_max_tokens_is_a_limit(tokenizer: Any, tmp_path: Path, per_document: boo
         ("{", r"text.jsonl:1 is not JSON"),
         ('{"body": "x"}', r'text.jsonl:1 has neither "text" nor "messages"'),
         ("[1]", r"text.jsonl:1 has neither"),
+        ('{"text": ["a", "b"]}', r"text.jsonl:1 has neither"),
+        ('{"messages": ["hi", "there"]}', r"text.jsonl:1 has neither"),
+        ('{"messages": []}', r'text.jsonl:1 has "messages" without any'),
+        ('{"text": "a \\ud800 surrogate"}', r"text.jsonl:1: the tokenizer .* fails .*correct"),
+        (
+            '{"text": "ab"}\n{"messages": [{"role": "user", "content": null}]}',
+            r"text.jsonl:2: the tokenizer or its chat template fails",
+        ),
         ('{"text": "x"}', r"holds 1 tokens; give a longer text"),
         ("", r"holds 0 tokens"),
     ],
@@ -65,8 +74,17 @@ def test_max_tokens_is_a_limit(tokenizer: Any, tmp_path: Path, per_document: boo
 def test_bad_files_are_named(tokenizer: Any, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text(line + "\n")
+    strict = copy(tokenizer)  # as many models', its template adds to what a message says
+    strict.chat_template = "{% for m in messages %}{{ m['content'] + 'x' }}{% endfor %}"
     with pytest.raises(ConfigError, match=message):
-        read_sequences(path, tokenizer, 8, 100)
+        read_sequences(path, strict, 8, 100)
+
+
+def test_messages_count_where_there_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    path = _jsonl(tmp_path, {"text": None, "messages": messages})
+    (ids,) = read_sequences(path, tokenizer, 99, 99)
+    assert tokenizer.decode(ids.tolist()) == "<s>hi</s>"
 
 
 def test_an_absent_file_is_named(tokenizer: Any, tmp_path: Path) -> None:
