@@ -17,7 +17,7 @@ require_python() {
 }
 
 make_venv() {
-  [ -x .venv/bin/python ] || { say "making .venv"; "$python" -m venv .venv; }
+  [ -x .venv/bin/python ] || { require_python; say "making .venv"; "$python" -m venv .venv; }
   .venv/bin/python -m uv --version 2>/dev/null | grep -q "uv $uv_version" || {
     say "installing uv $uv_version"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
@@ -49,7 +49,6 @@ link_for_mypy() { # mypy cannot follow the editable install's import hook
   done
 }
 
-require_python
 make_venv
 [ "${1:-}" != --lock ] || lock
 if [ "$(stamp)" != "$(cat .venv/.tpla-stamp 2>/dev/null)" ]; then

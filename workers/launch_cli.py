@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.config import Mode
-from tpla.core.errors import TplaError
+from tpla.core.errors import CheckpointError, TplaError
 from tpla.workers.deployment import (
     DeploymentOptions,
     DeploymentPlan,
@@ -121,10 +121,15 @@ def _launch(
 
 
 def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
-    """Make the checkpoint to serve, where it does not exist yet."""
+    """Make the checkpoint to serve, where it does not exist yet.
+
+    Raises:
+        CheckpointError: it could not be made; the command has said why.
+    """
     options.state.mkdir(parents=True, exist_ok=True)
     for command in plan.conversion:
-        subprocess.run(command, check=True, preexec_fn=die_with_parent)
+        if subprocess.run(command, preexec_fn=die_with_parent).returncode:
+            raise CheckpointError(f"nothing to serve: {shlex.join(command[1:])} failed, as it says")
 
 
 def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:

@@ -1,8 +1,9 @@
 """Pools on a GPU: kernels on a stream of the transfer's own, so that the engine's never waits.
 
 SGLang hands pages to the transfer when the host has seen the results that were computed with them
-(core/config/environment.py keeps it from doing so before), so what it wrote is complete. What is stored here is complete on return, before the engine is told.
-Layers whose rows are alike take one launch together.
+(core/config/environment.py keeps it from doing so before), so what it wrote is complete. What is
+stored here is complete on return, before the engine is told. Layers whose rows are alike take one
+launch together.
 
 Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 """
