@@ -16,6 +16,7 @@ from tpla.convert.checkpoint_io import Checkpoint
 from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
+    TrustRemoteCode,
     check_device,
     check_json,
     parse_core_dims,
@@ -147,6 +148,7 @@ def _convert(
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Rotate a checkpoint's latent, calibrate its division, write it with a tpla.json.
 
@@ -168,6 +170,7 @@ def _convert(
         compute_dtype=compute_dtype.torch,
         alignment=align,
         learning_steps=learning_steps,
+        trust_remote_code=trust_remote_code,
     )
     budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
     if budget.limited and core_dims is not None:
@@ -223,6 +226,7 @@ def _plan(
     seed: _Seed = 0,
     device: _Device = "cpu",
     compute_dtype: _ComputeDtype = FloatType.FLOAT32,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None,
         typer.Option("--json", callback=check_json, help="write the candidates here"),
@@ -246,6 +250,7 @@ def _plan(
         device=check_device(device),
         compute_dtype=compute_dtype.torch,
         alignment=align,
+        trust_remote_code=trust_remote_code,
     )
     budget = Budget(kv_format, bytes_per_token, max_kl, width_multiple)
     measured, choice = calibration is not None, None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -60,6 +61,15 @@ def write_json(path: Path, document: object, indent: int | None = 2) -> None:
         path.write_text(json.dumps(document, indent=indent) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="run the tokenizer's own code that lies in the checkpoint, as Kimi-K2's needs",
+    ),
+]
 
 
 def check_json(path: Path | None) -> Path | None:

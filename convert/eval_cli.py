@@ -19,6 +19,7 @@ from tpla.convert import evaluate as evaluation
 from tpla.convert.cli_parts import (
     PER_DOCUMENT,
     FloatType,
+    TrustRemoteCode,
     check_device,
     check_json,
     progress_bar,
@@ -90,10 +91,11 @@ def _ppl(
     per_document: _PerDocument = False,
     device: _Device = "cpu",
     dtype: _Dtype = FloatType.FLOAT32,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Perplexity, KL from the exact model and top-1 agreement of one way to decode."""
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
-    sequences = subject.sequences(text, context, max_tokens, per_document)
+    sequences = subject.sequences(text, context, max_tokens, per_document, trust_remote_code)
     specs = [subject.spec(mode, kv_format, prefill, score_from, pv_format=pv_format)]
     (row,) = _measure(subject, sequences, specs, context)
     if out is not None:
@@ -110,13 +112,14 @@ def _table(
     per_document: _PerDocument = False,
     device: _Device = "cpu",
     dtype: _Dtype = FloatType.FLOAT32,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """MLA, GLA and TPLA; decode from the first token, and after a prefill of half the context.
 
     Every row scores the second half.
     """
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
-    sequences = subject.sequences(text, context, max_tokens, per_document)
+    sequences = subject.sequences(text, context, max_tokens, per_document, trust_remote_code)
     specs = evaluation.table_specs(subject, context)
     rows = _measure(subject, sequences, specs, context)
     if out is not None:
@@ -140,10 +143,11 @@ def _detail(
     per_document: _PerDocument = False,
     device: _Device = "cpu",
     dtype: _Dtype = FloatType.FLOAT32,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Agreement by position and by the distance attended over, and the error of each layer."""
     subject = evaluation.Subject(model, check_device(device), dtype.torch)
-    sequences = subject.sequences(text, context, max_tokens, per_document)
+    sequences = subject.sequences(text, context, max_tokens, per_document, trust_remote_code)
     start = context // 2 if prefill is None else prefill
     spec = subject.spec(mode, kv_format, start, pv_format=pv_format)
     with progress_bar() as progress:

@@ -183,14 +183,19 @@ class Subject:
         return UNCONVERTED if self.manifest is None else self.manifest.method
 
     def sequences(
-        self, text: Path, context: int, max_tokens: int, per_document: bool
+        self,
+        text: Path,
+        context: int,
+        max_tokens: int,
+        per_document: bool,
+        trust_remote_code: bool = False,
     ) -> list[torch.Tensor]:
         """Token ids ``[T]`` of each sequence of a text, see :func:`read_sequences`.
 
         Raises:
             ConfigError: the text cannot be read, or the model has fewer positions than ``context``.
         """
-        tokenizer = load_tokenizer(self.checkpoint.directory)
+        tokenizer = load_tokenizer(self.checkpoint.directory, trust_remote_code)
         context = sequence_context(self.checkpoint.config, context)
         return read_sequences(text, tokenizer, context, max_tokens, per_document)
 

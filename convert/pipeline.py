@@ -89,6 +89,7 @@ class ConversionOptions:
         learning_steps: of a learned basis, for each layer.
         state_memory: bytes of hidden states in memory; what is more lies in a temporary file.
         core_values: how groups share the core's values where the fit of values begins.
+        trust_remote_code: run the tokenizer's own code that lies in the checkpoint.
     """
 
     groups: int = 2
@@ -107,6 +108,7 @@ class ConversionOptions:
     learning_steps: int = LEARNING_STEPS
     state_memory: int = MEMORY_BYTES
     core_values: CoreValues = CoreValues.COUNTED
+    trust_remote_code: bool = False
 
 
 def convert_checkpoint(
@@ -300,7 +302,7 @@ def calibration_sequences(checkpoint: Checkpoint, options: ConversionOptions) ->
     if options.max_tokens < 2:
         raise ConfigError(f"max_tokens={options.max_tokens} must be at least 2")
     context = sequence_context(checkpoint.config, options.context)
-    tokenizer = load_tokenizer(checkpoint.directory)
+    tokenizer = load_tokenizer(checkpoint.directory, options.trust_remote_code)
     sequences = read_sequences(
         options.calibration, tokenizer, context, options.max_tokens, options.per_document
     )

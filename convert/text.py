@@ -20,22 +20,46 @@ DEFAULT_CONTEXT = 2048
 HELD_OUT_EVERY = 4
 """Of sequences that are also to be judged on, every fourth is not fitted."""
 
+_BOS_BY_FLAG = frozenset({"LlamaTokenizer", "LlamaTokenizerFast"})
 _Document = str | list[dict[str, Any]]
 _CHARS_PER_TOKEN = 16
 """No more characters than this a wanted token are read of a plain text."""
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer that lies in a checkpoint.
+def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that lies in a checkpoint, which begins a text as the served one does.
+
+    Args:
+        directory: of the checkpoint.
+        trust_remote_code: run code that lies there, too, as Kimi-K2's tokenizer needs.
 
     Raises:
-        CheckpointError: none, or one that needs code from outside transformers.
+        CheckpointError: none, or one that needs code that is not trusted.
     """
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no usable tokenizer in {directory}: {first_line}") from error
+        own_code = "custom code" in first_line and not trust_remote_code
+        remedy = "; if you trust it, give --trust-remote-code" if own_code else ""
+        raise CheckpointError(
+            f"no usable tokenizer in {directory}: {first_line}{remedy}"
+        ) from error
+    _restore_bos(tokenizer, directory / "tokenizer_config.json")
+    return tokenizer
+
+
+def _restore_bos(tokenizer: Any, config: Path) -> None:
+    """Transformers 5 drops ``add_bos_token`` where a tokenizer.json is; DeepSeek-V3's does not add
+    the token by itself. SGLang restores the flag in the same way."""
+    if not config.is_file():
+        return
+    settings = json.loads(config.read_text())
+    if settings.get("tokenizer_class") in _BOS_BY_FLAG and settings.get("add_bos_token", True):
+        tokenizer._add_bos_token = True
+        tokenizer.update_post_processor()
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:

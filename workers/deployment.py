@@ -241,7 +241,8 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     calibration = ("--calibration", str(text), "--max-tokens", "8192")
     # On CPUs, where the embedded model is served in float32.
     dtype = ("--dtype", "float32") if options.model == REFERENCE_MODEL else ()
-    commands.append((sys.executable, *convert, *plan, *calibration, *dtype))
+    trust = [flag for flag in options.sglang_arguments if flag == "--trust-remote-code"]
+    commands.append((sys.executable, *convert, *plan, *calibration, *dtype, *trust))
     return target, tuple(commands)
 
 

@@ -204,7 +204,7 @@ def test_options_stay_as_documented(
         *("--groups", "--method", "--core-dims", "--calibration", "--logit-scale"),
         *("--max-tokens", "--context", "--per-document", "--dtype", "--seed"),
         *("--device", "--compute-dtype", "--bytes-per-token", "--max-kl", "--kv-format"),
-        "--width-multiple",
+        *("--width-multiple", "--trust-remote-code"),
     ):
         assert option in text
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.unit.checkpoints import save_tokenizer
 from tpla.convert.text import load_tokenizer, read_sequences
-from tpla.core.errors import ConfigError
+from tpla.core.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,52 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return load_tokenizer(folder)
+
+
+def _save_tokenizer_of_deepseek(folder: Path) -> Path:
+    """As DeepSeek-V3's: nothing but a flag says that a text begins with BOS."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", *letters])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    made.add_special_tokens(["<s>", "</s>"])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True,
+                "add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    return folder
+
+
+def test_a_text_begins_with_bos_where_only_a_flag_says_so(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_save_tokenizer_of_deepseek(tmp_path / "model"))
+    ids = tokenizer("hello")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id and len(ids) == 6
+    assert tokenizer("hello", add_special_tokens=False)["input_ids"] == ids[1:]
+
+
+def test_a_tokenizers_own_code_runs_where_it_is_trusted_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    folder = _save_tokenizer_of_deepseek(tmp_path / "model")
+    (folder / "own_tokenizer.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    is_own = True\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k2"}))
+    with pytest.raises(CheckpointError, match="give --trust-remote-code"):
+        load_tokenizer(folder)
+    assert load_tokenizer(folder, trust_remote_code=True).is_own
 
 
 def test_plain_text_is_one_document(tokenizer: Any, tmp_path: Path) -> None:
