@@ -33,6 +33,9 @@ _REFUSED_BY_DECODE = {
     "use --mode tpla",
     "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
 }
+_NO_EFFECT = {"1", "auto"}
+"""Values that leave SGLang as it is without the flag."""
+
 _EXACT_DTYPES = {"auto", "bf16", "bfloat16"}
 
 
@@ -45,7 +48,7 @@ def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None
     refused = _REFUSED | (_REFUSED_BY_DECODE if role is Role.DECODE else {})
     given = {argument.partition("=")[0] for argument in arguments}
     for flag, reason in refused.items():
-        if flag in given and option(arguments, flag) not in {"1", "auto"}:
+        if flag in given and option(arguments, flag) not in _NO_EFFECT:
             raise ConfigError(f"{flag}: {reason}")
     dtype = option(arguments, "--kv-cache-dtype") or "auto"
     if dtype not in _EXACT_DTYPES:

@@ -135,18 +135,25 @@ def begin(
     timeout: float = 120,
 ) -> tuple[Future[httpx.Response], Future[httpx.Response]]:
     """The same without waiting: decode's leg and prefill's."""
-    body = {
+    body = body_of(prefill, prompt, tokens, ignore_eos=ignore_eos)
+    decoding, prefilling = (
+        pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=timeout)
+        for worker in (decode, prefill)
+    )
+    return decoding, prefilling
+
+
+def body_of(
+    prefill: Worker, prompt: Sequence[int], tokens: int, *, ignore_eos: bool = False
+) -> dict[str, Any]:
+    """What both legs are asked, in a room of its own."""
+    return {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": ignore_eos},
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.SystemRandom().randrange(1, 2**62),
     }
-    decoding, prefilling = (
-        pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=timeout)
-        for worker in (decode, prefill)
-    )
-    return decoding, prefilling
 
 
 def idle(worker: Worker, timeout: float = 45.0) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from tests.e2e.conftest import REFERENCE_MODEL, Conversions, StartWorker, worker_set
 from tests.e2e.independent_reference import Reference
 from tests.e2e.prompts import STOP, chat_prompts
-from tests.e2e.servers import Answer, Worker, ask, idle
+from tests.e2e.servers import Answer, Worker, ask, body_of, idle
 
 pytestmark = pytest.mark.e2e
 
@@ -125,13 +124,7 @@ def test_another_checkpoint_is_refused_on_both_sides(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize(("leg", "words"), [("decode", "prefill leg"), ("sound", "reserved pages")])
 def test_a_leg_that_comes_alone_ends_in_time(fleet: Fleet, leg: str, words: str) -> None:
-    body = {
-        "input_ids": chat_prompts(1)[0],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4},
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": fleet.sound.bootstrap_port,
-        "bootstrap_room": random.SystemRandom().randrange(1, 2**62),
-    }
+    body = body_of(fleet.sound, chat_prompts(1)[0], 4)
     lonely = httpx.post(f"{getattr(fleet, leg).url}/generate", json=body, timeout=60)
     assert_failed_clearly(lonely, words, "--transfer-timeout")
     idle(fleet.decode)
