@@ -30,9 +30,6 @@ def put(values: Mapping[str, str], *, override: bool = True) -> None:
 SGLANG_ANY_WORKER = {
     # Else /health generates a token: a second at least, and a time-out while the scheduler is busy.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # Else prefill hands over pages that the forward before may still be writing, together with an
-    # event to wait for, which SGLang gives to one backend's sender alone.
-    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
 """What SGLang itself needs in every worker."""
 

@@ -10,21 +10,15 @@ import pytest
 
 from tests.contract.test_sglang_hooks import WORKER, in_worker_process
 
-_ABORT = """
+SENDER = """
 import json, threading
 from types import SimpleNamespace as Names
-from unittest.mock import MagicMock
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers import scheduler as module
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.scheduler import Scheduler
 from tests.unit.transfer_pair import Pair, eventually
 from tpla.workers.sglang_plugin.kv_manager import TplaKVManager, TplaKVSender
 
-module.release_kv_cache = module.prepare_abort = lambda *args, **kwargs: None
 pair = Pair("zmq", 1)
 manager = object.__new__(TplaKVManager)
 manager.request_status, manager.failure_records = {}, {}
@@ -39,6 +33,17 @@ sender = TplaKVSender(manager, "a:1", 1, [0], 0)
 pair.reserve(1, [1, 2, 3])
 assert eventually(lambda: sender.poll() == KVPoll.WaitingForInput)
 sender.init(3, 0)
+"""
+"""A prefill sender of room 1, three pages, for which one decode rank has reserved its own."""
+
+_ABORT = """
+from unittest.mock import MagicMock
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import scheduler as module
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.scheduler import Scheduler
+
+module.release_kv_cache = module.prepare_abort = lambda *args, **kwargs: None
 request = Names(rid="r", disagg_kv_sender=sender, pending_bootstrap=False, mamba_pool_idx=None,
                 metadata_buffer_index=-1, time_stats=MagicMock(), to_finish=None)
 place = "PLACE"
@@ -65,6 +70,6 @@ print("RESULT" + json.dumps({"dropped": dropped, "decode told": told, "held": he
 @pytest.mark.parametrize("place", ["waiting", "chunked"])
 def test_nothing_stays_of_an_aborted_request_that_the_scheduler_drops(place: str) -> None:
     found, _ = in_worker_process(
-        _ABORT.replace("PLACE", place), worker={**WORKER, "role": "prefill"}
+        SENDER + _ABORT.replace("PLACE", place), worker={**WORKER, "role": "prefill"}
     )
     assert found == {"dropped": True, "decode told": True, "held": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +104,56 @@ def test_the_wire_carries_only_each_ranks_own_bytes(make_pair: Callable[..., Pai
     assert account["payload_bytes"] == len(PAGES) * 4 * token_bytes
     payload_bytes, seconds = pair.sender.transferred(ROOM)
     assert payload_bytes == 2 * account["payload_bytes"] and seconds > 0
+
+
+class Mark:
+    """Where a device is with what it writes."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.passed
+
+
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
+def test_pages_that_are_still_written_are_not_read(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair, mark = make_pair(kind, 1), Mark()
+    make_ready(pair)
+    pair.push(ROOM, PAGES, written=mark)
+    assert eventually(lambda: mark.looks > 20)
+    assert pair.sender.accounting()["payload_bytes"] == 0
+    mark.passed = True
+    assert eventually(lambda: ROOM in pair.events.done)
+
+
+def test_pages_that_are_never_written_fail_the_room_in_time(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair, mark = make_pair("zmq", 1, timeouts=IMPATIENT), Mark()
+    make_ready(pair)
+    pair.push(ROOM, PAGES, written=mark)
+    assert eventually(lambda: ROOM in pair.events.failed)
+    assert isinstance(pair.events.failed[ROOM], TransferTimeout)
+    assert mark.looks and pair.sender.accounting()["payload_bytes"] == 0
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    finish(pair)
+    assert pair.idle()
+
+
+def test_a_pusher_that_waits_for_a_device_can_be_closed(make_pair: Callable[..., Pair]) -> None:
+    pair, mark = make_pair("zmq", 1), Mark()
+    make_ready(pair)
+    pair.push(ROOM, PAGES, written=mark)
+    assert eventually(lambda: mark.looks > 0)
+    pair.close()
+    looks = mark.looks
+    time.sleep(0.05)
+    assert mark.looks == looks
 
 
 @pytest.mark.parametrize("order", ["reserve first", "open first"])

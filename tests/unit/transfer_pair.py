@@ -28,6 +28,7 @@ from tpla.workers.transfer.protocol import (
     Rows,
     SendingPlane,
 )
+from tpla.workers.transfer.pusher import Written
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
@@ -172,8 +173,16 @@ class Pair:
                 Reservation(np.array(pages, np.int32), self.endpoint, (), len(self.ranks), 0),
             )
 
-    def push(self, room: int, pages: list[int], start: int = 0, last: bool = True) -> None:
-        self.sender.push(room, start, np.array(pages, np.int32), METADATA if last else None)
+    def push(
+        self,
+        room: int,
+        pages: list[int],
+        start: int = 0,
+        last: bool = True,
+        written: Written | None = None,
+    ) -> None:
+        metadata = METADATA if last else None
+        self.sender.push(room, start, np.array(pages, np.int32), metadata, written)
 
     def idle(self) -> bool:
         accounts = [self.sender.accounting(), *(r.receiver.accounting() for r in self.ranks)]

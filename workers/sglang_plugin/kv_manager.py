@@ -40,6 +40,7 @@ from tpla.workers.transfer.protocol import (
     Reservation,
     SendingPlane,
 )
+from tpla.workers.transfer.pusher import Written
 from tpla.workers.transfer.receiver import DecodeReceiver
 from tpla.workers.transfer.sender import PrefillSender
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
@@ -268,17 +269,21 @@ class _Polled:
 class TplaKVSender(_Polled, CommonKVSender):
     """One request on one prefill rank."""
 
+    _early_send_wait_event: Written | None = None
+    """Set by SGLang before :meth:`send` of pages whose forward may still run."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_mgr.sender.open(self.bootstrap_room)
 
     def send(self, kv_indices: Any, state_indices: Any = None) -> None:
-        """Push the pages that the last chunk of prefill completed."""
+        """Push pages of chunks before, or of a cached prefix that later ones build on."""
+        written, self._early_send_wait_event = self._early_send_wait_event, None
         pages, place, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:
             return
         metadata = self.kv_mgr.read_metadata(self.aux_index) if is_last else None
-        self.kv_mgr.sender.push(self.bootstrap_room, place.start, pages, metadata)
+        self.kv_mgr.sender.push(self.bootstrap_room, place.start, pages, metadata, written)
 
     def abort(self) -> None:
         """SGLang gives the request up: tell decode, stop pushing."""

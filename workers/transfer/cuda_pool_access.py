@@ -1,9 +1,8 @@
 """Pools on a GPU: kernels on a stream of the transfer's own, so that the engine's never waits.
 
-SGLang hands pages to the transfer when the host has seen the results that were computed with them
-(core/config/environment.py keeps it from doing so before), so what it wrote is complete. What is
-stored here is complete on return, before the engine is told. Layers whose rows are alike take one
-launch together.
+What SGLang wrote to the pages that are read is complete: the host has seen the results that were
+computed with them, or the sender's pusher has waited for SGLang's event. What is stored here is
+complete on return, before the engine is told. Layers whose rows are alike take one launch together.
 
 Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 """

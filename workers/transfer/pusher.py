@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,14 +18,28 @@ from tpla.workers.transfer.protocol import Outbox, Pages
 logger = logging.getLogger(__name__)
 
 
+_LOOK_SECONDS = 0.001
+
+
+class Written(Protocol):
+    """A mark in a device's work, as :class:`torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether all that was asked of the device before it is done."""
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Pages of a room from ``page_start`` on; ``metadata`` comes with the last ones."""
+    """Pages of a room from ``page_start`` on; ``metadata`` comes with the last ones.
+
+    The device may still be writing the pages until ``written``; None if they are complete.
+    """
 
     room: int
     page_start: int
     pages: Pages
     metadata: bytes | None
+    written: Written | None = None
 
 
 class TaskSender(Protocol):
@@ -89,6 +104,16 @@ class Pusher:
                 return False
             self._credit -= payload_bytes
             return True
+
+    def wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Look until something is done; false if it is not in time, or this is to stop."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            with self._condition:
+                if self._stopped or time.monotonic() > deadline:
+                    return False
+                self._condition.wait(_LOOK_SECONDS)
+        return True
 
     def on_answer(self, message: Message) -> None:
         """As the protocol's."""

@@ -47,7 +47,7 @@ from tpla.workers.transfer.protocol import (
     RoomEvents,
     SendingPlane,
 )
-from tpla.workers.transfer.pusher import Pusher, Task
+from tpla.workers.transfer.pusher import Pusher, Task, Written
 from tpla.workers.transfer.statistics import TransferStatistics
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,18 @@ class PrefillSender:
             state.deadline = time.monotonic() + self._timeouts.reserve
             self._announce_if_ready(room, state)
 
-    def push(self, room: int, page_start: int, pages: Pages, metadata: bytes | None) -> None:
-        """Send the room's pages from ``page_start``; ``metadata`` comes with the last ones."""
+    def push(
+        self,
+        room: int,
+        page_start: int,
+        pages: Pages,
+        metadata: bytes | None,
+        written: Written | None = None,
+    ) -> None:
+        """Send the room's pages from ``page_start``; ``metadata`` comes with the last ones.
+
+        The caller does not wait for ``written``, when the pages are complete; the pushers do.
+        """
         with self._lock:
             state = self._rooms.get(room)
             if state is None or state.ended:
@@ -123,7 +133,7 @@ class PrefillSender:
             # A rank may be gone whose rooms have not been told yet.
             gone = [peer for peer in state.unacknowledged if peer not in self._pushers]
             if not gone:
-                task = Task(room, page_start, pages, metadata)
+                task = Task(room, page_start, pages, metadata, written)
                 for peer in state.unacknowledged:
                     self._pushers[peer].submit(task)
                 self._conclude_if_acknowledged(room, state)
@@ -399,6 +409,11 @@ class PrefillSender:
 
     def send_task(self, pusher: Pusher, task: Task) -> None:
         """Send a task's pages in chunks; runs on the pusher's thread."""
+        patience = self._timeouts.push
+        if task.written is not None and not pusher.wait_for(task.written.query, patience):
+            late = f"room {task.room}: prefill was still writing its pages after {patience:g} s"
+            self._fail(task.room, TransferTimeout(late))
+            return
         page_bytes = self._source.page_size * pusher.layout.token_bytes
         step = max(1, pusher.outbox.chunk_bytes // page_bytes)
         stop = max(1, pusher.outbox.first_bytes // page_bytes)
