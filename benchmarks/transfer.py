@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,8 +108,9 @@ class _ReadyRows(PrefillPages):
 class _Discard(DecodePages):
     """A sink that drops what arrives."""
 
-    def write(self, pages: Pages, rows: Rows) -> None:
+    def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
         """Nothing is stored."""
+        return intact()
 
 
 def _prefill_pool(pages: int) -> Any:

@@ -120,8 +120,24 @@ def test_a_chunk_packed_on_a_device_is_stored_bit_for_bit_and_verified(layout: C
         settled(incoming.wire(nbytes).copy_(wire_B))
         incoming.store(wanted[::-1].copy(), nbytes, seed)
         assert incoming.intact() and incoming.stored()
-        host.write(wanted[::-1].copy(), wire_B[:nbytes].numpy())
+        host.write(wanted[::-1].copy(), wire_B[:nbytes].numpy(), lambda: True)
     for stored, right in zip(target.kv_buffer, host._pool.kv_buffer, strict=True):
+        assert torch.equal(stored.cpu(), right)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["fp8", "bf16-by-layer"])
+def test_rows_through_host_memory_are_those_of_staging_memory(layout: CacheLayout) -> None:
+    source, target = pools(layout)
+    prefill, decode = CudaPrefillPages(source), CudaDecodePages(target)
+    outgoing, host = prefill.staging(layout, PAGE * layout.token_bytes * 5), on_host(target)
+    for seed, pages in reversed(CHUNKS):  # so that larger ones follow smaller ones
+        wanted = np.array(pages, np.int32)
+        rows = prefill.read(wanted, layout)
+        assert np.array_equal(rows, settled(outgoing.pack(wanted, seed)).cpu()[: rows.nbytes])
+        for sink in (decode, DecodePages(host)):
+            assert not sink.write(wanted, np.full_like(rows, 0xEE), lambda: False)
+            assert sink.write(wanted[::-1].copy(), rows, lambda: True)
+    for stored, right in zip(target.kv_buffer, host.kv_buffer, strict=True):
         assert torch.equal(stored.cpu(), right)
 
 

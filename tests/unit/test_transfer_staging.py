@@ -52,7 +52,7 @@ def received(seed: int, place: Place, announced: int, damaged: bool = False) -> 
     assert len(wire_B) == wire_bytes(NBYTES)
     if damaged:
         outgoing.damage()
-    incoming = HostIncoming(NBYTES, lambda pages, rows: None)
+    incoming = HostIncoming(NBYTES, lambda pages, rows, intact: intact())
     incoming.wire(NBYTES).copy_(wire_B)
     rows = StagedRows(incoming, NBYTES)
     rows.begin(None, PAGES, place, announced)  # type: ignore[arg-type]

@@ -87,13 +87,16 @@ class Pool:
     def staging(self, nbytes: int) -> IncomingStaging:
         return HostIncoming(nbytes, self.write)
 
-    def write(self, pages: Pages, rows: Rows) -> None:
+    def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
+        if not intact():
+            return False
         tokens = len(pages) * PAGE_SIZE
         runs = [rows[part].reshape(run.shape(tokens)) for run, part in self.layout.parts(tokens)]
         with self.lock:
             for index, page in enumerate(pages):
                 span = slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
                 self.written[int(page)] = [run_YTB[:, span].copy() for run_YTB in runs]
+        return True
 
 
 def expected_rows(page: int, layout: CacheLayout) -> list[np.ndarray]:

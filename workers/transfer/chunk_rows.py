@@ -18,9 +18,9 @@ class HostRows:
 
     def begin(self, sink: PageSink, pages: Pages, place: Place, digest: int) -> None:
         """As the protocol's; nothing is written unless the digest is right."""
-        if chunk_digest(place, self._rows.data) == digest:
-            sink.write(pages, self._rows)
-            self._intact = True
+        self._intact = sink.write(
+            pages, self._rows, lambda: chunk_digest(place, self._rows.data) == digest
+        )
 
     def intact(self) -> bool:
         """As the protocol's."""

@@ -9,7 +9,8 @@ Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tpla.core.latent_layout import CacheLayout
 from tpla.kernels.gather_pages import prepare_gather_pages
 from tpla.kernels.prepared_launch import PreparedLaunch
 from tpla.kernels.scatter_pages import prepare_scatter_pages
+from tpla.workers.transfer.cuda_host_rows import CudaReader, CudaWriter
 from tpla.workers.transfer.cuda_staging import CudaIncoming, CudaOutgoing, Prepare
 from tpla.workers.transfer.protocol import IncomingStaging, OutgoingStaging, Pages, Rows
 
@@ -32,19 +34,18 @@ class CudaPrefillPages:
         self.device: torch.device = pool.kv_buffer[0].device
         self._dtype: torch.dtype = pool.kv_buffer[0].dtype
         self._stream = torch.cuda.Stream(self.device)
+        self._lock = threading.Lock()
         self._pointers: dict[CacheLayout, list[torch.Tensor]] = {}
+        self._readers: dict[CacheLayout, CudaReader] = {}
 
     def read(self, pages: Pages, layout: CacheLayout) -> Rows:
-        """Rows in pinned host memory, of torch's own cache, which gets it back with the array."""
-        nbytes = len(pages) * self.page_size * layout.token_bytes
-        with torch.cuda.stream(self._stream):
-            staging_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            for gather in self._preparer(layout)(_upload(pages, self.device), staging_B):
-                gather()
-            rows_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            rows_B.copy_(staging_B, non_blocking=True)
-        self._stream.synchronize()
-        return rows_B.numpy()
+        """As the protocol's, in pinned host memory."""
+        with self._lock:
+            if layout not in self._readers:
+                page_bytes = self.page_size * layout.token_bytes
+                self._readers[layout] = CudaReader(page_bytes, self._preparer(layout), self._stream)
+            reader = self._readers[layout]
+        return reader.read(pages)
 
     def staging(self, layout: CacheLayout, nbytes: int) -> OutgoingStaging:
         """As the protocol's."""
@@ -80,19 +81,16 @@ class CudaDecodePages:
         self.device: torch.device = pool.kv_buffer[0].device
         self._stream = torch.cuda.Stream(self.device)
         self._pointers = _run_pointers(pool.kv_buffer, self.layout, self._stream)
+        self._page_bytes = self.page_size * self.layout.token_bytes
+        self._writer = CudaWriter(self._page_bytes, self._prepare, self._stream)
 
-    def write(self, pages: Pages, rows: Rows) -> None:
-        """Store rows of host memory at ``pages``; complete on return."""
-        with torch.cuda.stream(self._stream):
-            rows_B = torch.from_numpy(rows).to(self.device)
-            for scatter in self._prepare(_upload(pages, self.device), rows_B):
-                scatter()
-        self._stream.synchronize()
+    def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
+        """As the protocol's."""
+        return self._writer.write(pages, rows, intact)
 
     def staging(self, nbytes: int) -> IncomingStaging:
         """As the protocol's."""
-        page_bytes = self.page_size * self.layout.token_bytes
-        return CudaIncoming(nbytes, page_bytes, self._prepare, self._stream)
+        return CudaIncoming(nbytes, self._page_bytes, self._prepare, self._stream)
 
     def _prepare(self, page_N: torch.Tensor, rows_B: torch.Tensor) -> list[PreparedLaunch]:
         """Launches that scatter rows to pages."""
@@ -105,11 +103,6 @@ class CudaDecodePages:
             )
             for pointer_Y, (run, part) in parts
         ]
-
-
-def _upload(pages: Pages, device: torch.device) -> torch.Tensor:
-    """Pages on the device; from pageable memory this would wait for all that is under way."""
-    return torch.from_numpy(pages).pin_memory().to(device, non_blocking=True)
 
 
 def _run_pointers(

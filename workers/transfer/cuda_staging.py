@@ -32,7 +32,7 @@ from tpla.workers.transfer.staging import DAMAGED_BIT, WORD_BYTES, signed, wire_
 Prepare = Callable[[torch.Tensor, torch.Tensor], Sequence[PreparedLaunch]]
 """Launches that gather or scatter pages ``[N]``, wherever they lie, to or from rows ``[bytes]``."""
 
-_PREPARED_SIZES = 64
+PREPARED_SIZES = 64
 """Chunks of so many different sizes are prepared at a time; most of them are whole ones."""
 
 
@@ -86,7 +86,7 @@ class _CudaStaging:
     def _chunk(self, count: int) -> _Chunk:
         """Of ``count`` pages, prepared when the first one comes."""
         if count not in self._chunks:
-            if len(self._chunks) == _PREPARED_SIZES:
+            if len(self._chunks) == PREPARED_SIZES:
                 self._chunks.clear()
             self._chunks[count] = self._prepare_chunk(count)
         return self._chunks[count]

@@ -25,6 +25,9 @@ CHUNK_BYTES = 2 << 20
 WINDOW_BYTES = 32 << 20
 """Payload that may be on its way to one decode rank."""
 
+DEVICE_SHARE = 2
+"""How many times as much both are for a pool on a GPU, which is asked for each chunk in turn."""
+
 
 class MessageSendingPlane:
     """Implements :class:`~tpla.workers.transfer.protocol.SendingPlane` on a link."""
@@ -46,8 +49,9 @@ class MessageOutbox:
     port = 0
 
     def __init__(self, link: Link, source: PageSource, peer: str, layout: CacheLayout) -> None:
-        self.chunk_bytes = self.first_bytes = CHUNK_BYTES
-        self.window_bytes = WINDOW_BYTES
+        share = 1 if source.device.type == "cpu" else DEVICE_SHARE
+        self.chunk_bytes = self.first_bytes = share * CHUNK_BYTES
+        self.window_bytes = share * WINDOW_BYTES
         self._link = link
         self._source = source
         self._peer = peer

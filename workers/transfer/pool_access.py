@@ -9,6 +9,7 @@ of a rank, B bytes.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,10 @@ class DecodePages:
         self.layout: CacheLayout = pool.layout
         self.device = torch.device("cpu")
 
-    def write(self, pages: Pages, rows: Rows) -> None:
-        """Store rows ``[bytes]`` at ``pages``."""
+    def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
+        """As the protocol's."""
+        if not intact():
+            return False
         rows_B = torch.from_numpy(rows)
         tokens, index = len(pages) * self.page_size, torch.from_numpy(pages.astype(np.int64))
         for run, part in self.layout.parts(tokens):
@@ -127,6 +130,7 @@ class DecodePages:
                 target = _by_page(self._pool.kv_buffer[layer], self.page_size)
                 source = rows_TB.view(len(pages), -1)
                 _as_words(target).index_copy_(0, index, _as_words(source))
+        return True
 
     def staging(self, nbytes: int) -> IncomingStaging:
         """As the protocol's."""

@@ -16,7 +16,7 @@ messages (:mod:`~tpla.workers.transfer.message_plane`) or between two GPUs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,8 +92,12 @@ class PageSink(Protocol):
     layout: CacheLayout
     device: torch.device
 
-    def write(self, pages: Pages, rows: Rows) -> None:
-        """Store rows ``[bytes]``, as :attr:`layout` orders them, complete on return."""
+    def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
+        """Store rows ``[bytes]``, as :attr:`layout` orders them, complete on return.
+
+        Returns:
+            What ``intact`` says; it is asked before anything is stored, and if not, nothing is.
+        """
 
     def staging(self, nbytes: int) -> IncomingStaging:
         """Memory of a chunk of at most ``nbytes`` bytes of rows in :attr:`layout`."""

@@ -23,6 +23,10 @@ DAMAGED_BIT = 0x40
 _SIGN, _RANGE = 1 << 63, 1 << 64
 
 
+Write = Callable[[Pages, Rows, Callable[[], bool]], bool]
+"""As :meth:`~tpla.workers.transfer.protocol.PageSink.write`."""
+
+
 def wire_bytes(nbytes: int) -> int:
     """Bytes on the wire of ``nbytes`` bytes of rows."""
     return (-(-nbytes // WORD_BYTES) + 1) * WORD_BYTES
@@ -59,7 +63,7 @@ class HostOutgoing:
 class HostIncoming:
     """Implements :class:`~tpla.workers.transfer.protocol.IncomingStaging`."""
 
-    def __init__(self, nbytes: int, write: Callable[[Pages, Rows], None]) -> None:
+    def __init__(self, nbytes: int, write: Write) -> None:
         self._word_W = torch.empty(wire_bytes(nbytes) // WORD_BYTES, dtype=torch.int64)
         self._write = write
         self._intact = False
@@ -71,8 +75,10 @@ class HostIncoming:
     def store(self, pages: Pages, nbytes: int, seed: int) -> None:
         """As the protocol's; complete on return."""
         word_W = self.wire(nbytes).view(torch.int64)
-        self._write(pages, self.wire(nbytes)[:nbytes].numpy())
-        self._intact = bool(word_W[-1] == row_digest(word_W[:-1]) + signed(seed))
+        rows = self.wire(nbytes)[:nbytes].numpy()
+        self._intact = self._write(
+            pages, rows, lambda: bool(word_W[-1] == row_digest(word_W[:-1]) + signed(seed))
+        )
 
     def stored(self) -> bool:
         """As the protocol's."""
