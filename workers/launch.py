@@ -14,6 +14,7 @@ from tpla.core.config.environment import (
     NCCL_TRANSFER,
     SGLANG_ANY_WORKER,
     SGLANG_CPU_ENGINE,
+    SGLANG_TIERED_PREFILL_CACHE,
     SGLANG_UNLESS_SET,
     WORKER_CONFIG_VARIABLE,
     put,
@@ -24,6 +25,7 @@ from tpla.workers.devices import resolve_device
 from tpla.workers.sglang_arguments import (
     DEFAULT_HOST,
     attention_ranks,
+    caches_beyond_the_device,
     option,
     refuse_what_cannot_be_served,
     sglang_command_line,
@@ -108,13 +110,15 @@ def choose_transfer(asked: str, gpus_of_one_host: bool) -> str:
     return (Transfer.NCCL if gpus_of_one_host else Transfer.ZMQ).value
 
 
-def environment_for(config: WorkerConfig) -> dict[str, str]:
+def environment_for(config: WorkerConfig, sglang_arguments: tuple[str, ...] = ()) -> dict[str, str]:
     """Variables that the worker and the processes it spawns need."""
     variables = {WORKER_CONFIG_VARIABLE: config.model_dump_json(), **SGLANG_ANY_WORKER}
     if config.transfer is Transfer.NCCL:
         variables |= NCCL_TRANSFER
     if config.device == "cpu":
         variables |= SGLANG_CPU_ENGINE
+    if config.role is Role.PREFILL and caches_beyond_the_device(sglang_arguments):
+        variables |= SGLANG_TIERED_PREFILL_CACHE
     return variables
 
 
@@ -125,7 +129,7 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
         ConfigError: another process listens where decode workers will ask for this one's KV.
         HookError: SGLang is not the pinned release, or a hook is not in place.
     """
-    put(environment_for(config))
+    put(environment_for(config, sglang_arguments))
     put(SGLANG_UNLESS_SET, override=False)
     host = option(sglang_arguments, "--host") or DEFAULT_HOST
     if config.role is Role.PREFILL:

@@ -33,6 +33,10 @@ _REFUSED_BY_DECODE = {
     "use --mode tpla",
     "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
 }
+_TIERED_CACHES = {
+    *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv"),
+    "--radix-cache-backend",
+}
 _NO_EFFECT = {"1", "auto"}
 """Values that leave SGLang as it is without the flag."""
 
@@ -119,6 +123,11 @@ def whole_number(arguments: tuple[str, ...], *names: str, default: int = 1) -> i
     if not text.isdigit() or int(text) < default:
         raise ConfigError(f"{names[0]} {text!r} is not a whole number of {default} or more")
     return int(text)
+
+
+def caches_beyond_the_device(arguments: tuple[str, ...]) -> bool:
+    """Whether prefixes may have to be fetched from a host's memory, or from elsewhere."""
+    return any(argument.split("=", 1)[0] in _TIERED_CACHES for argument in arguments)
 
 
 def option(arguments: tuple[str, ...], *names: str) -> str | None:

@@ -33,6 +33,13 @@ SGLANG_ANY_WORKER = {
 }
 """What SGLang itself needs in every worker."""
 
+SGLANG_TIERED_PREFILL_CACHE = {
+    # Else prefill sends a prefix that another request of its batch has asked to be fetched from
+    # host memory, before that has begun: no event says when it is there.
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+}
+"""What SGLang needs in a prefill worker whose cache goes beyond the GPU."""
+
 SGLANG_UNLESS_SET = {
     # Else a worker whose scheduler has failed stands still for 65 s, its connections open, to let
     # debuggers look at it: requests hang, and its restart begins only then.

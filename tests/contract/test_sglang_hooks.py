@@ -9,7 +9,11 @@ import sys
 import pytest
 
 from tpla.core.config import parse_worker_config
-from tpla.core.config.environment import SGLANG_ANY_WORKER, SGLANG_UNLESS_SET
+from tpla.core.config.environment import (
+    SGLANG_ANY_WORKER,
+    SGLANG_TIERED_PREFILL_CACHE,
+    SGLANG_UNLESS_SET,
+)
 from tpla.workers.launch import environment_for
 from tpla.workers.sglang_plugin.targets import ALL_HOOKED, ATTENTION_CLASS
 
@@ -81,13 +85,16 @@ def test_every_target_resolves_with_the_expected_signature() -> None:
     assert problems == {}
 
 
-@pytest.mark.parametrize("name", sorted(SGLANG_ANY_WORKER | SGLANG_UNLESS_SET))
+SWITCHES = SGLANG_ANY_WORKER | SGLANG_TIERED_PREFILL_CACHE | SGLANG_UNLESS_SET
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES))
 def test_variables_that_sglang_needs_switch_off_what_it_does_by_default(name: str) -> None:
     from sglang.srt.environ import envs
 
     variable = getattr(envs, name)
     assert variable.default is True
-    assert variable.parse((SGLANG_ANY_WORKER | SGLANG_UNLESS_SET)[name]) is False
+    assert variable.parse(SWITCHES[name]) is False
 
 
 def test_targets_are_listed_once() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.checkpoints import make_checkpoint
 from tpla.core.checkpoint import Manifest, fingerprint
 from tpla.core.config import Mode, Role, Transfer, parse_worker_config
-from tpla.core.config.environment import NCCL_TRANSFER
+from tpla.core.config.environment import NCCL_TRANSFER, SGLANG_TIERED_PREFILL_CACHE
 from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import KVFormat, ModelPlan, PVFormat
 from tpla.workers import launch_cli, ports
@@ -171,6 +171,25 @@ def deployment(tmp_path: Path, **changes: Any) -> DeploymentOptions:
         "state": tmp_path / "state", "calibration": None, "gpus": 0,
     }  # fmt: skip
     return DeploymentOptions(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "late"),
+    [
+        ((), False),
+        (("--enable-hierarchical-cache",), True),
+        (("--enable-lmcache",), True),
+        (("--radix-cache-backend=mine",), True),
+    ],
+)
+def test_prefixes_that_may_be_on_their_way_from_a_host_are_not_sent_early(
+    converted: Path, arguments: tuple[str, ...], late: bool
+) -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    prefill, decode = (configure(options(converted, role=role, mode=Mode.MLA)) for role in roles)
+    wanted = SGLANG_TIERED_PREFILL_CACHE.items()
+    assert (wanted <= environment_for(prefill, arguments).items()) == late
+    assert not wanted <= environment_for(decode, arguments).items()
 
 
 def test_ranks_are_divided_into_workers_that_the_router_knows(tmp_path: Path) -> None:
