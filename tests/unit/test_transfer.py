@@ -106,6 +106,20 @@ def test_the_wire_carries_only_each_ranks_own_bytes(make_pair: Callable[..., Pai
     assert payload_bytes == 2 * account["payload_bytes"] and seconds > 0
 
 
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
+def test_rows_are_stored_after_what_the_engine_had_begun_when_it_gave_the_pages_away(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair, begun = make_pair(kind, 1), object()
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET, vacated=begun)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.done)
+    pool = pair.ranks[0].pool
+    assert pool.followed[0] == (begun, 0) and len(pool.written) == len(TARGET)
+
+
 class Mark:
     """Where a device is with what it writes."""
 

@@ -82,10 +82,14 @@ class Pool:
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self.written: dict[int, list[np.ndarray]] = {}
+        self.followed: list[tuple[torch.cuda.Event, int]] = []
         self.lock = threading.Lock()
 
     def staging(self, nbytes: int) -> IncomingStaging:
         return HostIncoming(nbytes, self.write)
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        self.followed.append((event, len(self.written)))
 
     def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
         if not intact():
@@ -167,13 +171,15 @@ class Pair:
             for group, client in enumerate(clients)
         ]
 
-    def reserve(self, room: int, pages: list[int], ranks: list[Rank] | None = None) -> None:
+    def reserve(
+        self, room: int, pages: list[int], ranks: list[Rank] | None = None, vacated: object = None
+    ) -> None:
+        wanted = np.array(pages, np.int32)
         for rank in ranks or self.ranks:
             rank.receiver.expect(room, [self.endpoint])
             rank.receiver.greet(self.endpoint)
             rank.receiver.reserve(
-                room,
-                Reservation(np.array(pages, np.int32), self.endpoint, (), len(self.ranks), 0),
+                room, Reservation(wanted, self.endpoint, (), len(self.ranks), 0, vacated)
             )
 
     def push(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -29,6 +30,7 @@ from sglang.srt.utils.network import NetworkAddress
 from tpla.core.checkpoint import fingerprint
 from tpla.core.config import Transfer, WorkerConfig
 from tpla.core.errors import TransferError
+from tpla.workers.sglang_plugin.model_settings import settings_digest
 from tpla.workers.transfer.faults import FaultySendingPlane
 from tpla.workers.transfer.group_plane import GroupReceivingPlane, GroupSendingPlane
 from tpla.workers.transfer.message_plane import MessageReceivingPlane, MessageSendingPlane
@@ -66,6 +68,9 @@ class TplaKVManager(CommonKVManager):
         self._impatient_until = 0.0
         self._fetching: dict[str, threading.Thread] = {}
         self._addresses_of_peer: dict[str, set[str]] = {}
+        if self.system_dp_size > 1:
+            # Replicas: SGLang tells them apart here, and asks for the other rank in its senders.
+            self.attn_dp_rank = self.system_dp_rank
 
     def register_to_bootstrap(self) -> None:
         """Prefill: bind our own socket first, so that its port is the one that is registered."""
@@ -73,16 +78,18 @@ class TplaKVManager(CommonKVManager):
         self.rank_port = self.link.port
         super().register_to_bootstrap()
 
-    def attach(self, config: WorkerConfig, pool: Any, model_config: Any) -> None:
-        """Start to serve transfers of ``pool``."""
+    def attach(self, config: WorkerConfig, pool: Any, scheduler: Any) -> None:
+        """Start to serve transfers of ``pool``, which ``scheduler`` gives to requests."""
+        model_config = scheduler.model_config
         self.identity = Identity(
             instance_id=f"{config.instance_id}/{self.kv_args.engine_rank}",
-            fingerprint=fingerprint(Path(config.model)),
+            fingerprint=f"{fingerprint(Path(config.model))}/{settings_digest(model_config)}",
             metadata_bytes=sum(self.kv_args.aux_item_lens),
             kv_lora_rank=model_config.kv_lora_rank,
             qk_rope_head_dim=model_config.qk_rope_head_dim,
         )
         self.timeouts = config.timeouts
+        self._forward_stream = scheduler.forward_stream if pool.kv_buffer[0].is_cuda else None
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             plane = _sending_plane(config, self.link, pool)
             self.sender = PrefillSender(self.link, plane, self.identity, config.timeouts, self)
@@ -96,6 +103,14 @@ class TplaKVManager(CommonKVManager):
                 self,
                 self._on_peer_lost,
             )
+
+    def begun_work(self) -> torch.cuda.Event | None:
+        """Marks the end of what the engine has asked of the device so far; None on a CPU."""
+        if self._forward_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._forward_stream)
+        return event
 
     def accounting(self) -> dict[str, Any]:
         """What this rank holds for transfers; all zero when idle, but for peers and totals."""
@@ -274,7 +289,8 @@ class TplaKVSender(_Polled, CommonKVSender):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kv_mgr.sender.open(self.bootstrap_room)
+        if not self.kv_mgr.is_dummy_cp_rank:  # decode never asks such a rank for rows
+            self.kv_mgr.sender.open(self.bootstrap_room)
 
     def send(self, kv_indices: Any, state_indices: Any = None) -> None:
         """Push pages of chunks before, or of a cached prefix that later ones build on."""
@@ -318,7 +334,13 @@ class TplaKVReceiver(_Polled, CommonKVReceiver):
         """Resolve the prefill ranks, greet them, and keep the request's lease alive."""
         if self.conclude_state is not None:
             return
-        super().init(prefill_dp_rank)
+        try:
+            super().init(prefill_dp_rank)
+        except KeyError:  # the link's thread has just found that prefill is gone
+            reason = f"prefill at {self.bootstrap_addr} is gone"
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.conclude_state = KVPoll.Failed
         if self.conclude_state is None:
             endpoints = [self._endpoint(info) for info in self.bootstrap_infos]
             self.kv_mgr.receiver.expect(self.bootstrap_room, endpoints)
@@ -348,6 +370,9 @@ class TplaKVReceiver(_Polled, CommonKVReceiver):
             dummies=tuple(dummies),
             destinations=self.required_dst_info_num,
             decode_prefix_len=decode_prefix_len or 0,
+            # A request that is found to have ended is still in the step after, which overlap has
+            # begun by then: SGLang gives its pages away while that step writes one more row there.
+            vacated=self.kv_mgr.begun_work(),
         )
         self.kv_mgr.receiver.reserve(self.bootstrap_room, reservation)
 

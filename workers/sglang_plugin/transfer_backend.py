@@ -44,4 +44,4 @@ def get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 def attach_pool(config: WorkerConfig, manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
     """After a queue made its manager: hand over the pool, of which SGLang passes only pointers."""
     if hasattr(manager, "attach"):
-        manager.attach(config, queue.token_to_kv_pool, queue.scheduler.model_config)
+        manager.attach(config, queue.token_to_kv_pool, queue.scheduler)

@@ -1,8 +1,9 @@
 """Pools on a GPU: kernels on a stream of the transfer's own, so that the engine's never waits.
 
 What SGLang wrote to the pages that are read is complete: the host has seen the results that were
-computed with them, or the sender's pusher has waited for SGLang's event. What is stored here is
-complete on return, before the engine is told. Layers whose rows are alike take one launch together.
+computed with them, or the sender's pusher has waited for SGLang's event. What is stored here
+follows what the engine had begun when it gave the pages away, and is complete before the engine is
+told. Layers whose rows are alike take one launch together.
 
 Shape suffixes: Y layers of a run, N pages, T tokens, B bytes.
 """
@@ -83,6 +84,10 @@ class CudaDecodePages:
         self._pointers = _run_pointers(pool.kv_buffer, self.layout, self._stream)
         self._page_bytes = self.page_size * self.layout.token_bytes
         self._writer = CudaWriter(self._page_bytes, self._prepare, self._stream)
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """As the protocol's."""
+        self._stream.wait_event(event)
 
     def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
         """As the protocol's."""

@@ -118,6 +118,9 @@ class DecodePages:
         self.layout: CacheLayout = pool.layout
         self.device = torch.device("cpu")
 
+    def follow(self, event: torch.cuda.Event) -> None:
+        """As the protocol's: what the engine asks of host memory is done when the call returns."""
+
     def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
         """As the protocol's."""
         if not intact():

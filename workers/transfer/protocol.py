@@ -62,6 +62,8 @@ class Reservation:
         dummies: endpoints that only need to know (prefill TP larger than decode TP).
         destinations: decode ranks that ``source`` must hear from before it is ready.
         decode_prefix_len: leading tokens that decode already holds.
+        vacated: until the device comes to this, it may still write to the pages for a request that
+            had them before; None if it does not.
     """
 
     pages: Pages
@@ -69,6 +71,7 @@ class Reservation:
     dummies: tuple[str, ...]
     destinations: int
     decode_prefix_len: int
+    vacated: torch.cuda.Event | None = None
 
 
 class PageSource(Protocol):
@@ -91,6 +94,9 @@ class PageSink(Protocol):
     page_size: int
     layout: CacheLayout
     device: torch.device
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """Store what comes from now on when the device has come to ``event``; nobody waits here."""
 
     def write(self, pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
         """Store rows ``[bytes]``, as :attr:`layout` orders them, complete on return.

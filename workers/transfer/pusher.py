@@ -81,6 +81,11 @@ class Pusher:
         self._thread = threading.Thread(target=self._run, name=f"tpla-push-{peer}", daemon=True)
         self._thread.start()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has ended this, who has failed its rooms as well."""
+        return self._stopped
+
     def submit(self, task: Task) -> None:
         """Queue a task."""
         with self._condition:

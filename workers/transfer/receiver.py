@@ -296,13 +296,16 @@ class DecodeReceiver:
         """A chunk's rows are here: begin to store them, if the room still wants them."""
         with self._lock:
             state = self._rooms.get(chunk.room)
-            if state is None or state.closed or state.reservation is None:
+            if state is None or not state.takes_rows_from(peer):
                 return
+            assert state.reservation is not None
             pages = state.pages_of(chunk, rows.nbytes, self._sink)
             if pages is None:
                 self._give_up(chunk.room, damaged(chunk))
                 return
             state.storing.append(rows)
+            if state.reservation.vacated is not None:
+                self._sink.follow(state.reservation.vacated)
             place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
             try:
                 rows.begin(self._sink, pages, place, chunk.digest)
@@ -332,7 +335,7 @@ class DecodeReceiver:
         """The room's end: verify the whole of it; the inbox acknowledges what is."""
         with self._lock:
             state = self._rooms.get(done.room)
-            if state is None or state.closed or state.reservation is None:
+            if state is None or not state.takes_rows_from(peer):
                 return False
             if not state.is_complete(done, metadata, self._identity.metadata_bytes):
                 self._give_up(done.room, state.incomplete(done))
@@ -385,7 +388,7 @@ class DecodeReceiver:
 
     def _on_abort(self, peer: str, abort: Abort) -> None:
         state = self._rooms.get(abort.room)
-        if state is not None:
+        if state is not None and peer in state.endpoints:
             state.endpoints = tuple(known for known in state.endpoints if known != peer)
             error = TransferAborted(f"prefill aborted: {abort.reason}")
             if state.done:  # here all is well, but another rank gave the room up: say why

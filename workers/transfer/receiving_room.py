@@ -29,6 +29,10 @@ class ReceivingRoom:
     abort_error: TransferError | None = None
     unacknowledged_aborts: set[str] = field(default_factory=set)
 
+    def takes_rows_from(self, peer: str) -> bool:
+        """Whether the prefill rank ``peer`` was asked for the rows, and they are still wanted."""
+        return not self.closed and self.reservation is not None and self.reservation.source == peer
+
     def pages_of(self, chunk: Chunk, nbytes: int, sink: PageSink) -> Pages | None:
         """Where ``nbytes`` bytes of rows belong; None if they cannot be the chunk that is next."""
         assert self.reservation is not None

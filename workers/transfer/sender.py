@@ -206,9 +206,7 @@ class PrefillSender:
         with self._lock:
             if not self._dismiss(peer):
                 return
-            affected = [room for room, state in self._rooms.items() if peer in state.peers]
-            for room in affected:
-                del self._rooms[room].peers[peer]  # it cannot be told
+            affected = self._leave_rooms(peer)
         logger.warning("decode rank %s is gone, %d rooms fail", peer, len(affected))
         for room in affected:
             self._fail(room, TransferError(f"decode rank {peer} is gone"))
@@ -232,6 +230,13 @@ class PrefillSender:
         for peer in silent:
             self.on_disconnect(peer)
 
+    def _leave_rooms(self, peer: str) -> list[int]:
+        """A decode rank's rooms, of which it will not be told any more."""
+        rooms = [room for room, state in self._rooms.items() if peer in state.peers]
+        for room in rooms:
+            del self._rooms[room].peers[peer]
+        return rooms
+
     def _dismiss(self, peer: str) -> bool:
         """Have a decode rank's pusher end; whether there was one."""
         pusher = self._pushers.pop(peer, None)
@@ -250,7 +255,9 @@ class PrefillSender:
             logger.error("refused decode rank %s: %s", peer, error)
             self._link.send(peer, Refuse(str(error)))
             return
-        self._dismiss(peer)
+        if self._dismiss(peer):  # with what it was to send
+            for room in self._leave_rooms(peer):
+                self._fail(room, TransferError(f"decode rank {peer} began anew"))
         outbox = self._plane.outbox(peer, layout)
         self._pushers[peer] = Pusher(peer, layout, outbox, self)
         self._link.send(peer, Welcome(self._identity.instance_id, outbox.port))
@@ -265,7 +272,7 @@ class PrefillSender:
         layout = CacheLayout.from_dict(hello.layout)
         comparisons = {
             "data plane": (hello.transfer, self._plane.name),
-            "checkpoint fingerprint": (hello.fingerprint, self._identity.fingerprint),
+            "checkpoint fingerprint/settings": (hello.fingerprint, self._identity.fingerprint),
             "kv_lora_rank": (layout.plan.kv_lora_rank, self._identity.kv_lora_rank),
             "qk_rope_head_dim": (layout.qk_rope_head_dim, self._identity.qk_rope_head_dim),
             "layers": (hello.num_layers, self._source.num_layers),
@@ -282,7 +289,7 @@ class PrefillSender:
             raise LayoutMismatch(
                 "; ".join(different)
                 + ". Start both workers with the same converted checkpoint, --transfer, "
-                "--page-size and release"
+                "--page-size, --json-model-override-args and release"
             )
         return layout
 
@@ -327,7 +334,8 @@ class PrefillSender:
 
     def _on_abort(self, peer: str, abort: Abort) -> None:
         state = self._rooms.get(abort.room)
-        if state is not None:
+        # One that has not reserved yet may belong to the room as well; when all have, it does not.
+        if state is not None and (peer in state.peers or not state.ready):
             state.peers.pop(peer, None)  # it knows already
             self._fail(abort.room, TransferAborted(f"decode aborted: {abort.reason}"))
             if not state.opened:
@@ -411,8 +419,9 @@ class PrefillSender:
         """Send a task's pages in chunks; runs on the pusher's thread."""
         patience = self._timeouts.push
         if task.written is not None and not pusher.wait_for(task.written.query, patience):
-            late = f"room {task.room}: prefill was still writing its pages after {patience:g} s"
-            self._fail(task.room, TransferTimeout(late))
+            if not pusher.stopped:
+                late = f"room {task.room}: prefill was still writing its pages after {patience:g} s"
+                self._fail(task.room, TransferTimeout(late))
             return
         page_bytes = self._source.page_size * pusher.layout.token_bytes
         step = max(1, pusher.outbox.chunk_bytes // page_bytes)
@@ -430,13 +439,9 @@ class PrefillSender:
         tokens = len(pages) * self._source.page_size
         nbytes = tokens * pusher.layout.token_bytes
         if not pusher.take_credit(nbytes, self._timeouts.push):
-            self._fail(
-                room,
-                TransferTimeout(
-                    f"room {room}: decode rank {pusher.peer} took no data for "
-                    f"{self._timeouts.push:g} s"
-                ),
-            )
+            if not pusher.stopped:
+                late = f"decode rank {pusher.peer} took no data for {self._timeouts.push:g} s"
+                self._fail(room, TransferTimeout(f"room {room}: {late}"))
             return False
         with self._lock:
             state = self._rooms.get(room)

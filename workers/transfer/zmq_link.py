@@ -32,6 +32,7 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 _MESSAGES_PER_TURN = 64
 _JOIN_SECONDS = 5.0
+_COMPLAINT_SECONDS = 10.0
 
 
 class _ZmqLink:
@@ -48,6 +49,7 @@ class _ZmqLink:
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
         self._handler: LinkHandler | None = None
+        self._next_complaint = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, handler: LinkHandler) -> None:
@@ -84,24 +86,28 @@ class _ZmqLink:
         while not self._closing.is_set():
             wait_ms = int(max(0.0, next_tick - time.monotonic()) * 1000) + 1
             ready = self._poller.poll(wait_ms)
-            try:
-                self._turn([source for source, _ in ready])
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + _TICK_SECONDS
-                    self._handler.on_tick()
-            except Exception:
-                if self._closing.is_set():
-                    return
+            # Whatever one of them meets, the others are done: a peer that sends what is unheard of
+            # must not keep rows from being sent, or time-outs from being seen.
+            self._guarded(self._serve_all, [source for source, _ in ready])
+            while self._commands:
+                self._guarded(self._commands.popleft())
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + _TICK_SECONDS
+                self._guarded(self._handler.on_tick)
+
+    def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
+        try:
+            step(*arguments)
+        except Exception:
+            if not self._closing.is_set():
                 logger.exception("KV link: unexpected error; the link goes on")
 
-    def _turn(self, ready: list[object]) -> None:
+    def _serve_all(self, ready: list[object]) -> None:
         for source in ready:
             if source == self._wake_receiver.fileno():
                 self._drain_wakes()
             else:
                 self._serve(source)
-        while self._commands:
-            self._commands.popleft()()
 
     def _drain_wakes(self) -> None:
         try:
@@ -113,12 +119,18 @@ class _ZmqLink:
     def _serve(self, source: object) -> None:
         raise NotImplementedError
 
+    def _complain(self, what: str) -> None:
+        """Log what a stranger does, but not as often as it does it."""
+        if time.monotonic() >= self._next_complaint:
+            self._next_complaint = time.monotonic() + _COMPLAINT_SECONDS
+            logger.error("KV link: %s", what)
+
     def _deliver(self, peer: str, frames: list[zmq.Frame]) -> None:
         assert self._handler is not None
         try:
             message = decode(frames[0].bytes)
         except msgspec.DecodeError as error:
-            logger.error("KV link: %s sent something that is no message (%s)", peer, error)
+            self._complain(f"{peer} sent something that is no message ({error})")
             return
         payload = memoryview(frames[1].buffer) if len(frames) > 1 else None
         self._handler.on_message(peer, message, payload)
@@ -169,7 +181,12 @@ class ZmqServerLink(_ZmqLink):
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            self._deliver(frames[0].bytes.decode(), frames[1:])
+            try:
+                peer = frames[0].bytes.decode()
+            except UnicodeDecodeError:  # ZMQ's own name for a peer that gives itself none
+                self._complain("a peer without a name, which is no decode rank, sent something")
+                continue
+            self._deliver(peer, frames[1:])
 
 
 class ZmqClientLink(_ZmqLink):
