@@ -36,15 +36,20 @@ def build_app(config: RouterConfig) -> FastAPI:
     app.include_router(operations.workers)
     app.include_router(generate.routes)
     install_error_handlers(app)
-    app.add_middleware(RequestId)
+    app.add_middleware(AnswerHeaders, service=service)
     return app
 
 
-class RequestId:
-    """Gives each request an id, and returns it with the answer."""
+class AnswerHeaders:
+    """Gives each request an id, and returns it with the answer.
 
-    def __init__(self, app: ASGIApp) -> None:
+    While the router drains, each answer ends its connection as well: a client that keeps it would
+    send its next request, or the same one again, to this router, though another is ready.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with ``state.request_id``."""
@@ -54,9 +59,12 @@ class RequestId:
         request_id = request_id_of(Headers(scope=scope))
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if self._service.draining:
+                    headers["connection"] = "close"
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from tpla.core.errors import NotFound, RoutingError
+from tpla.core.errors import NotFound, NoWorker, RoutingError
 from tpla.server.auth import require_key, service_of
 from tpla.server.bodies import read_object
 from tpla.server.errors import ClientGone
@@ -65,7 +65,6 @@ async def _generate(request: Request, path: str, parse: Parser) -> Response:
     record = RequestRecord(path, request.state.request_id, service.metrics, service.in_flight)
     response: Response | None = None
     try:
-        service.refuse_if_draining()
         response = await _answer(request, path, parse, service, record)
         return response
     except ClientGone:
@@ -86,7 +85,12 @@ async def _answer(
     request: Request, path: str, parse: Parser, service: Service, record: RequestRecord
 ) -> Response:
     config = service.config
+    too_late = service.draining
+    # Read also where it is refused: the answer to a body still on its way would be lost, because a
+    # router that drains closes the connection behind it, which resets it.
     body = await read_object(request, max_bytes=config.max_body_bytes, timeout=config.client.body)
+    if too_late:
+        raise NoWorker("The router is shutting down.", code="shutting_down")
     parsed = parse(body)
     _check_model(service, parsed.model)
     record.stream, record.samples = parsed.stream, len(parsed.samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import structlog
 
 from tpla.core.config.router import RouterConfig, WorkerAddress
-from tpla.core.errors import NoWorker
 from tpla.router.admission import Admission
 from tpla.router.dispatch import Dispatcher
 from tpla.router.health import HealthMonitor
@@ -57,15 +56,6 @@ class Service:
     def ready(self) -> bool:
         """Whether requests can be served."""
         return self.registry.ready and not self.draining
-
-    def refuse_if_draining(self) -> None:
-        """Let no new request begin once the drain has.
-
-        Raises:
-            NoWorker: the router is shutting down.
-        """
-        if self.draining:
-            raise NoWorker("The router is shutting down.", code="shutting_down")
 
     async def drain(self) -> None:
         """Refuse new requests and let those in flight finish, within the grace period."""

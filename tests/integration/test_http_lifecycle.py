@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -242,6 +243,44 @@ def test_sigterm_drains_and_exits_with_zero() -> None:
     (line,) = [x for x in router.lines if x["event"] == "request" and x["status"] == 200]
     assert line["request_id"].startswith("req-")
     assert {"received", "dispatched", "first_token", "finished"} <= line["phases_ms"].keys()
+
+
+@contextmanager
+def draining(system: Cluster) -> Iterator[None]:
+    """A router that was told to end while it serves a request."""
+    system.decode[0].faults = Faults(token_delay=0.2)
+    with busy(system, max_tokens=12) as sent:
+        system.server.handle_exit(signal.SIGTERM, None)
+        yield
+    assert sent[0].result().status_code == 200
+
+
+def test_each_answer_of_a_draining_router_ends_its_connection() -> None:
+    """Else a client's retries stay with it, on the connection that the client has kept."""
+    with cluster() as system:
+        assert "connection" not in system.client.get("/ready").headers
+        with draining(system):
+            refused = system.complete()
+            assert code_of(refused) == (503, "shutting_down")
+            answers = [system.client.get(path) for path in ("/liveness", "/ready", "/nowhere")]
+            assert [answer.status_code for answer in answers] == [200, 503, 404]
+            assert {answer.headers["connection"] for answer in (refused, *answers)} == {"close"}
+
+
+def test_a_draining_router_takes_the_whole_body_before_it_refuses() -> None:
+    """Else the rest of the body meets a closed connection, and the client sees that alone."""
+    with cluster() as system, draining(system):
+        address = ("127.0.0.1", httpx.URL(system.url).port or 0)
+        with socket.create_connection(address, timeout=10) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 16\r\n\r\n"
+            )
+            for part in (b'{"prompt"', b":", b'"abc"}'):
+                time.sleep(0.1)
+                client.sendall(part)
+            with client.makefile("rb") as answer:
+                content = answer.read()
+    assert content.startswith(b"HTTP/1.1 503") and b"shutting_down" in content
 
 
 def test_the_grace_period_ends_with_an_error_event_not_a_silent_cut() -> None:
