@@ -7,6 +7,7 @@ run. Here the listeners stay open until the last request has ended or the grace 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from types import FrameType
 
@@ -15,7 +16,7 @@ import structlog
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tpla.core.config.router import RouterConfig
+from tpla.core.config.router import ClientTimeouts, RouterConfig
 from tpla.server.app import build_app
 from tpla.server.service import GIVE_UP_SECONDS, Service
 
@@ -41,7 +42,7 @@ class DrainingServer(uvicorn.Server):
                 app,
                 host=config.host,
                 port=config.port,
-                http=_protocol(config.client.head),
+                http=_protocol(config.client),
                 ws="none",
                 access_log=False,
                 log_config=None,
@@ -78,17 +79,22 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _protocol(head_seconds: float) -> type[H11Protocol]:
-    """uvicorn's protocol with a bound on how long a request's head may take.
+def _protocol(limits: ClientTimeouts) -> type[H11Protocol]:
+    """uvicorn's protocol with bounds on a request's head and on a client that takes nothing.
 
-    uvicorn has none: a connection that sends nothing, or half a head, would stay for ever.
+    uvicorn has neither: a connection that sends nothing, or half a head, would stay for ever, and
+    so would one that does not read, with all that was written to it: closing waits until that has
+    been sent. The kernel can tell, also of what it buffers itself, and ends such a connection.
     """
+    write_milliseconds = math.ceil(limits.write * 1000)
 
-    class BoundedHead(H11Protocol):
+    class BoundedProtocol(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            accepted = transport.get_extra_info("socket")
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, write_milliseconds)
             self._await_head()
 
         def data_received(self, data: bytes) -> None:
@@ -103,11 +109,11 @@ def _protocol(head_seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _await_head(self) -> None:
-            self._head_timer = self.loop.call_later(head_seconds, self.transport.close)
+            self._head_timer = self.loop.call_later(limits.head, self.transport.close)
 
         def _head_is_here(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
 
-    return BoundedHead
+    return BoundedProtocol

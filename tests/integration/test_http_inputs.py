@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.fakes.cluster import Cluster, cluster
+from tests.fakes.sglang_worker import wait_until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -22,7 +23,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    with cluster(client={"body": 1.0, "head": 1.0}) as running:
+    with cluster(client={"body": 1.0, "head": 1.0, "write": 1.0}) as running:
         yield running
 
 
@@ -275,6 +276,21 @@ def test_a_head_that_does_not_come_is_given_up(system: Cluster) -> None:
             begin = time.monotonic()
             assert sock.recv(4096) == b""
             assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_its_answer_is_given_up(system: Cluster, stream: bool) -> None:
+    connections = system.server.server_state.connections
+    body = body_of(COMPLETIONS, {"prompt": "w" * 1000, "max_tokens": 4000, "stream": stream})
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", httpx.URL(system.url).port or 0))
+        mine = sock.getsockname()
+        wait_until(lambda: mine in [c.client for c in list(connections)], what="a connection")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
+        wait_until(lambda: mine not in [c.client for c in list(connections)], what="its end")
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_garbage_instead_of_http(system: Cluster) -> None:
