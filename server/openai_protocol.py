@@ -321,6 +321,11 @@ class CompletionRequest(_Request):
         if self.echo and self.logprobs is not None:
             # Only prefill knows the logprobs of the prompt, and only decode answers.
             raise ValueError("echo with logprobs is not supported")
+        if self.suffix:
+            # SGLang ignores it unless started with --completion-template, which only workers know.
+            raise ValueError(
+                "suffix is not supported; write the model's fill-in-the-middle tokens in prompt"
+            )
         return self
 
     def _has_grammar(self) -> bool:

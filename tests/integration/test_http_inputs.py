@@ -144,6 +144,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 6}, "logprobs"),
     ({"best_of": 3}, "best_of"),
     ({"echo": True, "logprobs": 1}, "echo"),
+    ({"suffix": "the end"}, "suffix"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"messages": []}, "messages"),
 ]

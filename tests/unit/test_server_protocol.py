@@ -115,6 +115,11 @@ def test_samples_of_many_prompts() -> None:
     assert all("n" not in s.body and "best_of" not in s.body for s in request.samples)
 
 
+@pytest.mark.parametrize("suffix", [None, ""])
+def test_a_suffix_without_text_asks_for_nothing(suffix: str | None) -> None:
+    assert len(parse_completion({"prompt": "x", "suffix": suffix}).samples) == 1
+
+
 def test_usage_counts_a_prompt_once() -> None:
     usage = {
         "prompt_tokens": 10,
