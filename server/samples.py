@@ -6,6 +6,9 @@ collide. It can take a list of prompts with a list of rooms, but then answers, f
 as a whole. The router therefore sends every sample as a request of its own, with its own room, id,
 workers and retries, and merges the answers: choices are numbered prompt by prompt, usage counts a
 prompt once however many samples it has, and with a seed sample i gets ``seed + i``.
+
+Answers do not repeat by a seed yet: SGLang 0.5.16 samples by one only under
+``--enable-deterministic-inference``, which it refuses with decode's attention backends.
 """
 
 from __future__ import annotations
