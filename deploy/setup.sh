@@ -17,11 +17,15 @@ require_python() {
 }
 
 make_venv() {
-  [ -x .venv/bin/python ] || { require_python; say "making .venv"; "$python" -m venv .venv; }
-  .venv/bin/python -m uv --version 2>/dev/null | grep -q "uv $uv_version" || {
-    say "installing uv $uv_version"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
+  if .venv/bin/python -m uv --version 2>/dev/null | grep -q "uv $uv_version"; then return; fi
+  # Without python3-venv, or with Ctrl-C, `python -m venv` leaves a .venv/bin/python without pip.
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || {
+    require_python
+    say "making .venv"
+    "$python" -m venv --clear .venv
   }
+  say "installing uv $uv_version"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
 }
 
 lock() {
