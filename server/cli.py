@@ -119,7 +119,7 @@ def config_from_flags(flags: dict[str, Any]) -> RouterConfig:
     return parse_router_config(
         {
             "prefill": [_prefill_address(text) for text in f["prefill"] or ()],
-            "decode": [{"url": url, "role": "decode"} for url in f["decode"] or ()],
+            "decode": [_decode_address(url) for url in f["decode"] or ()],
             "host": f["host"],
             "port": f["port"],
             "model": f["model"],
@@ -172,7 +172,21 @@ def config_from_flags(flags: dict[str, Any]) -> RouterConfig:
 
 def _prefill_address(text: str) -> dict[str, object]:
     url, _, port = text.partition(PORT_SEPARATOR)
-    return {"url": url, "role": "prefill", "bootstrap_port": int(port) if port else None}
+    if port and not port.isdecimal():
+        raise ConfigError(
+            f"--prefill {text}: {port!r} is not a bootstrap port; give each worker an option of "
+            "its own: --prefill URL [BOOTSTRAP_PORT] --prefill URL [BOOTSTRAP_PORT]"
+        )
+    return {"url": url, "role": "prefill", "bootstrap_port": port or None}
+
+
+def _decode_address(url: str) -> dict[str, object]:
+    if PORT_SEPARATOR in url:
+        raise ConfigError(
+            f"--decode {url}: not one worker's base address; give each worker an option of its "
+            "own: --decode URL --decode URL"
+        )
+    return {"url": url, "role": "decode"}
 
 
 def _log_as_json() -> None:

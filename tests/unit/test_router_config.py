@@ -102,6 +102,18 @@ def test_prefill_with_and_without_a_port() -> None:
     assert config.decode[0].url == "https://b:3"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_several_workers_in_one_option_are_told_how_to_be_given(role: str) -> None:
+    with pytest.raises(ConfigError, match=rf"http://b:2.* --{role} URL .*--{role} URL"):
+        flags(**{role: ["http://a:1,http://b:2"]})
+
+
+@pytest.mark.parametrize("port", ["70000", "9" * 5000, "²"])
+def test_what_is_no_bootstrap_port_is_refused(port: str) -> None:
+    with pytest.raises(ConfigError, match=r"bootstrap[ _]port"):
+        flags(prefill=[f"http://a:1,{port}"])
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
