@@ -96,6 +96,10 @@ def _router(
     client_head_timeout_secs: Annotated[float | None, typer.Option(help="[30]")] = None,
     client_body_timeout_secs: Annotated[float | None, typer.Option(help="[30]")] = None,
     client_write_timeout_secs: Annotated[float | None, typer.Option(help="[60]")] = None,
+    client_keep_alive_timeout_secs: Annotated[
+        float | None,
+        typer.Option(help="More than the idle time-out of a balancer in front [75]."),
+    ] = None,
 ) -> None:
     """Serve the OpenAI API from prefill and decode workers."""
     try:
@@ -162,6 +166,7 @@ def config_from_flags(flags: dict[str, Any]) -> RouterConfig:
                 "head": f["client_head_timeout_secs"],
                 "body": f["client_body_timeout_secs"],
                 "write": f["client_write_timeout_secs"],
+                "keep_alive": f["client_keep_alive_timeout_secs"],
             },
             "request_timeout_secs": f["request_timeout_secs"],
             "shutdown_grace_period_secs": f["shutdown_grace_period_secs"],

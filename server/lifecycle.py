@@ -47,7 +47,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=round(config.client.keep_alive),
+                timeout_keep_alive=math.ceil(config.client.keep_alive),
                 timeout_graceful_shutdown=round(GIVE_UP_SECONDS),
             )
         )

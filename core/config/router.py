@@ -87,8 +87,9 @@ class ClientTimeouts(_Frozen):
     """The whole request body."""
     write: Seconds = 60.0
     """Until the client has taken a chunk of the answer."""
-    keep_alive: Seconds = 30.0
-    """Idle connection between two requests."""
+    keep_alive: Seconds = 75.0
+    """Idle connection between two requests. Longer than balancers in front keep theirs (60 s, many
+    of them), or they would send a request just as it closes."""
 
 
 class RetryPolicy(_Frozen):

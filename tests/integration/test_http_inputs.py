@@ -314,6 +314,15 @@ def test_a_connection_serves_many_requests(system: Cluster) -> None:
     connection.close()
 
 
+def test_an_idle_connection_is_kept_as_long_as_is_set() -> None:
+    with cluster(client={"keep_alive": 1.2}) as system, connect(system) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        begin = time.monotonic()
+        with sock.makefile("rb") as answer:
+            assert answer.read().startswith(b"HTTP/1.1 200")
+        assert 1.2 <= time.monotonic() - begin < 5
+
+
 def connect(system: Cluster) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", httpx.URL(system.url).port or 0))
     sock.settimeout(10)

@@ -30,6 +30,7 @@ FLAGS = {
     "max_body_bytes", "leg_connect_timeout_secs", "leg_first_byte_timeout_secs",
     "leg_idle_timeout_secs", "leg_abort_timeout_secs",
     "client_head_timeout_secs", "client_body_timeout_secs", "client_write_timeout_secs",
+    "client_keep_alive_timeout_secs",
 }  # fmt: skip
 """Users' scripts depend on these names: removing one is a breaking change."""
 
@@ -50,6 +51,10 @@ def test_the_flags_are_frozen() -> None:
 
 def test_no_flags_give_the_defaults() -> None:
     assert flags() == RouterConfig()
+
+
+def test_idle_connections_outlive_those_of_a_balancer_in_front() -> None:
+    assert flags().client.keep_alive > 60
 
 
 def test_every_flag_arrives() -> None:
