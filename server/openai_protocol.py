@@ -54,9 +54,13 @@ WITHOUT_EFFECT = frozenset(
 UNSUPPORTED = frozenset({"audio", "function_call", "functions", "web_search_options"})
 """OpenAI's fields that SGLang does not know and whose loss would change the answer."""
 
-HARMFUL = {"stop_regex": "use stop"}
-"""SGLang's fields with which one request could hold a worker up for all others, and the remedy:
-Python's ``re`` may take time exponential in the text, and would run after every token."""
+HARMFUL = {
+    "stop_regex": "use stop",
+    "lora_path": "serve a checkpoint that the adapter has been merged into",
+}
+"""SGLang's fields with which one request could hold a worker up for all others, or be answered
+wrongly, and the remedy. Python's ``re`` may take time exponential in the text, and would run after
+every token; workers refuse adapters, which decode would not apply."""
 
 TEXTLESS_PARTS = frozenset({"audio_url", "file", "image_url", "input_audio", "video_url"})
 """Types of content parts that a model of text alone would never see: SGLang drops them silently."""
@@ -193,7 +197,6 @@ class _Request(BaseModel):
     extra_key: Text | None = None
     cache_salt: Text | None = None
     priority: Annotated[int, Strict(), Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    lora_path: Text | None = None
     session_id: Text | None = None
     session_params: dict[str, Any] | None = None
     images_config: dict[str, Any] | None = None

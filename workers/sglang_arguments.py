@@ -17,10 +17,16 @@ DEFAULT_HOST = "127.0.0.1"
 
 _DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
 
+_ADAPTERS = (
+    "decode multiplies by its own copies of kv_b_proj, to which no adapter is added; serve a "
+    "checkpoint that the adapter has been merged into"
+)
 _REFUSED = {
     "--allow-auto-truncate": "prefill and decode would cut a prompt to the pools of their own; "
     "shorten prompts before they are sent",
     "--tokenizer-worker-num": "processes of their own for tokenizing load no plug-in; leave it out",
+    "--enable-lora": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
 }
 _REFUSED_BY_DECODE = {
     "--enable-hierarchical-cache": "its host memory knows SGLang's own rows alone, not TPLA's; "
@@ -37,8 +43,13 @@ _TIERED_CACHES = {
     *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv"),
     "--radix-cache-backend",
 }
-_NO_EFFECT = {"1", "auto"}
-"""Values that leave SGLang as it is without the flag."""
+_NO_EFFECT = {
+    "--tokenizer-worker-num": "1",
+    "--dcp-size": "1",
+    "--decode-context-parallel-size": "1",
+    "--kv-cache-dtype": "auto",
+}
+"""Values that leave SGLang as it is without the flag; an adapter's name may be any word."""
 
 _EXACT_DTYPES = {"auto", "bf16", "bfloat16"}
 
@@ -52,7 +63,7 @@ def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None
     refused = _REFUSED | (_REFUSED_BY_DECODE if role is Role.DECODE else {})
     given = {argument.partition("=")[0] for argument in arguments}
     for flag, reason in refused.items():
-        if flag in given and option(arguments, flag) not in _NO_EFFECT:
+        if flag in given and option(arguments, flag) != _NO_EFFECT.get(flag):
             raise ConfigError(f"{flag}: {reason}")
     dtype = option(arguments, "--kv-cache-dtype") or "auto"
     if dtype not in _EXACT_DTYPES:

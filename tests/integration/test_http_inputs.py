@@ -124,6 +124,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"bootstrap_room": 5}, "bootstrap_room"),
     ({"routed_dp_rank": 0}, "routed_dp_rank"),
     ({"stop_regex": "a"}, "stop_regex"),
+    ({"lora_path": "a"}, "lora_path"),
     ({"min_tokens": 1, "regex": "a"}, "min_tokens"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"foo": 1}, "foo"),

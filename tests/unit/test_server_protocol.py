@@ -252,6 +252,13 @@ def test_patterns_that_could_hold_a_worker_up_are_refused(parse: Any) -> None:
     assert error.message == "stop_regex is not supported; use stop."
 
 
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_an_adapter_that_decode_would_not_apply_is_refused(parse: Any) -> None:
+    error = refusal(parse, lora_path="mine")
+    assert (error.param, error.code) == ("lora_path", "unsupported_parameter")
+    assert "merged into" in error.message
+
+
 @pytest.mark.parametrize("name", sorted(ROUTER_FIELDS))
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion])
 def test_a_client_may_not_choose_what_the_router_or_a_worker_does(parse: Any, name: str) -> None:

@@ -88,6 +88,13 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
         ({"sglang_arguments": ("--tp-size=none",)}, "not a whole number of 1 or more"),
         ({"sglang_arguments": ("--allow-auto-truncate",)}, "--allow-auto-truncate: "),
         ({"sglang_arguments": ("--tokenizer-worker-num", "2")}, "--tokenizer-worker-num: "),
+        ({"sglang_arguments": ("--enable-lora",)}, "--enable-lora: .* no adapter is added"),
+        ({"sglang_arguments": ("--lora-paths", "auto")}, "--lora-paths: .* merged into"),
+        (
+            {"role": Role.PREFILL, "sglang_arguments": ("--lora-paths=a=b",)},
+            "--lora-paths: .* merged into",
+        ),
+        ({"role": Role.PREFILL, "sglang_arguments": ("--enable-lora",)}, "--enable-lora: "),
         ({"sglang_arguments": ("--enable-hierarchical-cache",)}, "knows SGLang's own rows alone"),
         ({"sglang_arguments": ("--enable-memory-saver",)}, "cannot release TPLA's pool"),
         ({"sglang_arguments": ("--dcp-size=2",)}, "divided by latent dims"),
