@@ -21,12 +21,18 @@ _ADAPTERS = (
     "decode multiplies by its own copies of kv_b_proj, to which no adapter is added; serve a "
     "checkpoint that the adapter has been merged into"
 )
+_BY_TOKENS = (
+    "pages are migrated as whole ones and decode's pool is divided by latent dims, not by tokens; "
+    "use --tp-size, with --mode tpla to divide the latent"
+)
 _REFUSED = {
     "--allow-auto-truncate": "prefill and decode would cut a prompt to the pools of their own; "
     "shorten prompts before they are sent",
     "--tokenizer-worker-num": "processes of their own for tokenizing load no plug-in; leave it out",
     "--enable-lora": _ADAPTERS,
     "--lora-paths": _ADAPTERS,
+    "--dcp-size": _BY_TOKENS,
+    "--decode-context-parallel-size": _BY_TOKENS,
 }
 _REFUSED_BY_DECODE = {
     "--enable-hierarchical-cache": "its host memory knows SGLang's own rows alone, not TPLA's; "
@@ -34,9 +40,6 @@ _REFUSED_BY_DECODE = {
     "--disaggregation-decode-enable-offload-kvcache": "its host memory knows SGLang's own rows "
     "alone, not TPLA's; leave it out",
     "--enable-memory-saver": "it cannot release TPLA's pool; leave it out",
-    "--dcp-size": "TPLA's pool is divided by latent dims and not by tokens; use --mode tpla",
-    "--decode-context-parallel-size": "TPLA's pool is divided by latent dims and not by tokens; "
-    "use --mode tpla",
     "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
 }
 _TIERED_CACHES = {

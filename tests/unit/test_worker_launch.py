@@ -98,6 +98,17 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
         ({"sglang_arguments": ("--enable-hierarchical-cache",)}, "knows SGLang's own rows alone"),
         ({"sglang_arguments": ("--enable-memory-saver",)}, "cannot release TPLA's pool"),
         ({"sglang_arguments": ("--dcp-size=2",)}, "divided by latent dims"),
+        (
+            {"role": Role.PREFILL, "sglang_arguments": ("--dcp-size", "2")},
+            "--dcp-size: pages are migrated as whole ones",
+        ),
+        (
+            {
+                "role": Role.PREFILL,
+                "sglang_arguments": ("--dcp-size=1", "--decode-context-parallel-size=2"),
+            },
+            "--decode-context-parallel-size: ",
+        ),
         ({"sglang_arguments": ("--kv-cache-dtype", "fp8_e4m3")}, "use that"),
         (
             {"role": Role.PREFILL, "sglang_arguments": ("--kv-cache-dtype", "fp8_e4m3")},
