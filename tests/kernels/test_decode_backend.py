@@ -93,6 +93,7 @@ def make_backend(
     monkeypatch: pytest.MonkeyPatch,
     speculative_algorithm: str | None = None,
     pv_format: PVFormat = PVFormat.FP16,
+    max_requests: int = 8,
 ) -> Any:
     from tpla.kernels.decode_workspace import DecodeWorkspace
     from tpla.workers.sglang_plugin import attention_backend_cuda, decode_step
@@ -110,7 +111,7 @@ def make_backend(
     )  # fmt: skip
     return attention_backend_cuda.LatentDecodeBackend(
         SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=step.req_to_token, size=8),
+            req_to_token_pool=SimpleNamespace(req_to_token=step.req_to_token, size=max_requests),
             token_to_kv_pool=pool,
             server_args=SimpleNamespace(speculative_algorithm=speculative_algorithm),
             model_config=SimpleNamespace(num_attention_heads=HEADS),
@@ -140,6 +141,23 @@ def test_p_v_in_fp8_is_refused_where_only_the_triton_kernel_reads(
     step = Step(CACHE)
     with pytest.raises(ConfigError, match=f"pages of {PAGE}, on .*: use --pv-format fp16"):
         make_backend(step, monkeypatch, pv_format=PVFormat.FP8)
+
+
+def test_a_full_batch_may_be_padded_to_a_multiple_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step(CacheLayout(ModelPlan(RANK, 2, (0, 0)), 0, ROPE, KVFormat.FP8, row_align=16))
+    step.to_device()
+    backend = make_backend(step, monkeypatch, max_requests=len(LENGTHS) - 1)
+    padded = torch.tensor([*LENGTHS[:-1], backend.get_cuda_graph_seq_len_fill_value()])
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True),
+        batch_size=len(LENGTHS),
+        req_pool_indices=torch.tensor([3, 1, 4, 0], device=DEVICE),  # SGLang pads with 0
+        seq_lens=padded.to(DEVICE),
+    )
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend._step.length_B.tolist() == padded.tolist()
 
 
 @pytest.mark.parametrize("pv_format", list(PVFormat))

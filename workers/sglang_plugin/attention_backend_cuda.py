@@ -65,7 +65,10 @@ class LatentDecodeBackend(AttentionBackend):
             pool = self.token_to_kv_pool
             for run in layout.runs:
                 require_fp8_values(run.layout, pool.page_size, torch.device(pool.device))
-        self._step = self._make_step(self.req_to_token_pool.size)
+        # Where SGLang scatters tokens to the ranks that share a request's attention, eager batches
+        # are padded to a multiple of these, beyond the requests that the pool has room for.
+        ranks = parallel.attn_tp_size
+        self._step = self._make_step(-(-self.req_to_token_pool.size // ranks) * ranks)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called once, before the first capture; batches are padded to sizes up to ``max_bs``."""
