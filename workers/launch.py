@@ -28,6 +28,7 @@ from tpla.workers.sglang_arguments import (
     caches_beyond_the_device,
     option,
     refuse_what_cannot_be_served,
+    refuse_what_sglang_would_complete,
     sglang_command_line,
     whole_number,
 )
@@ -126,7 +127,8 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
     """Run SGLang's server until it is told to stop.
 
     Raises:
-        ConfigError: another process listens where decode workers will ask for this one's KV.
+        ConfigError: another process listens where decode workers will ask for this one's KV, or
+            an argument is not a flag of SGLang by its whole name.
         HookError: SGLang is not the pinned release, or a hook is not in place.
     """
     put(environment_for(config, sglang_arguments))
@@ -145,12 +147,14 @@ def serve(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> None:
 
     check_version()
     check_hooked(required_targets(config))
+    command_line = sglang_command_line(config, sglang_arguments)
+    refuse_what_sglang_would_complete(command_line)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sglang_command_line(config, sglang_arguments)))
+        run_server(prepare_server_args(command_line))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

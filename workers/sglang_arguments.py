@@ -6,16 +6,22 @@ has. Some of them would be without effect and some would give wrong answers, so 
 
 from __future__ import annotations
 
+import argparse
+
 from tpla.core.config import Role, Transfer, WorkerConfig
 from tpla.core.errors import ConfigError
 from tpla.workers.ports import free_ports
 from tpla.workers.sglang_plugin.names import CUDA_ATTENTION_BACKEND
+from tpla.workers.sglang_plugin.targets import SGLANG_VERSION
 
 TRANSFER_BACKENDS = {Transfer.ZMQ: "tpla_zmq", Transfer.NCCL: "tpla_nccl"}
 
 DEFAULT_HOST = "127.0.0.1"
 
+_TP_SIZE = ("--tp-size", "--tensor-parallel-size", "--tp")
 _DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
+_READ_SHORT = ("--tp", "--dp")
+"""Short for flags of SGLang, whose parser completes them, and read as such here."""
 
 _ADAPTERS = (
     "decode multiplies by its own copies of kv_b_proj, to which no adapter is added; serve a "
@@ -29,6 +35,7 @@ _REFUSED = {
     "--allow-auto-truncate": "prefill and decode would cut a prompt to the pools of their own; "
     "shorten prompts before they are sent",
     "--tokenizer-worker-num": "processes of their own for tokenizing load no plug-in; leave it out",
+    "--config": "the flags in a file are not looked at; write them on the command line",
     "--enable-lora": _ADAPTERS,
     "--lora-paths": _ADAPTERS,
     "--dcp-size": _BY_TOKENS,
@@ -76,6 +83,28 @@ def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None
         )
 
 
+def refuse_what_sglang_would_complete(command_line: list[str]) -> None:
+    """Look for beginnings of SGLang's flags, and for words that belong to none.
+
+    SGLang takes a beginning for the flag, but flags are refused, and read, by their whole names.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="tpla worker", allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    for name in _READ_SHORT:
+        parser.add_argument(name)
+    _, unknown = parser.parse_known_args(command_line)
+    if unknown:
+        raise ConfigError(
+            f"{' '.join(unknown)}: not flags of SGLang {SGLANG_VERSION} as it names them; write "
+            "them out, as in --tp-size 2"
+        )
+
+
 def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
     """Arguments for SGLang's own server: our defaults, then the user's."""
     given = {argument.split("=", 1)[0] for argument in sglang_arguments}
@@ -113,7 +142,7 @@ def replicated(arguments: tuple[str, ...]) -> bool:
 
 def attention_ranks(arguments: tuple[str, ...], device: str) -> int:
     """Ranks that share a request's attention: all, or those of one data-parallel rank."""
-    tp_size = whole_number(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
+    tp_size = whole_number(arguments, *_TP_SIZE)
     if "--enable-dp-attention" not in arguments:
         return tp_size
     if device == "cpu":
@@ -145,9 +174,11 @@ def caches_beyond_the_device(arguments: tuple[str, ...]) -> bool:
 
 
 def option(arguments: tuple[str, ...], *names: str) -> str | None:
-    """Value of an SGLang flag, given as ``--name value`` or ``--name=value``."""
+    """Value of an SGLang flag, given as ``--name value`` or ``--name=value``; the last one counts,
+    as it does for SGLang."""
+    found = None
     for index, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name in names:
-            return value or (arguments[index + 1] if index + 1 < len(arguments) else "")
-    return None
+            found = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+    return found

@@ -88,6 +88,10 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
         ({"sglang_arguments": ("--tp-size=none",)}, "not a whole number of 1 or more"),
         ({"sglang_arguments": ("--allow-auto-truncate",)}, "--allow-auto-truncate: "),
         ({"sglang_arguments": ("--tokenizer-worker-num", "2")}, "--tokenizer-worker-num: "),
+        ({"sglang_arguments": ("--config", "flags.yaml")}, "write them on the command line"),
+        ({"sglang_arguments": ("--config=auto",)}, "write them on the command line"),
+        ({"sglang_arguments": ("--tp-size=2", "--tensor-parallel-size", "3")}, "not a multiple"),
+        ({"sglang_arguments": ("--dcp-size=1", "--dcp-size=2")}, "divided by latent dims"),
         ({"sglang_arguments": ("--enable-lora",)}, "--enable-lora: .* no adapter is added"),
         ({"sglang_arguments": ("--lora-paths", "auto")}, "--lora-paths: .* merged into"),
         (
