@@ -31,10 +31,16 @@ _BY_TOKENS = (
     "pages are migrated as whole ones and decode's pool is divided by latent dims, not by tokens; "
     "use --tp-size, with --mode tpla to divide the latent"
 )
+_DECODES_OWN = "only the plug-in's attention reads decode's rows; leave it out"
+_OF_PROMPTS = "decode computes no prompts, and its ranks fetch each one whole; leave it out"
 _REFUSED = {
     "--allow-auto-truncate": "prefill and decode would cut a prompt to the pools of their own; "
     "shorten prompts before they are sent",
     "--tokenizer-worker-num": "processes of their own for tokenizing load no plug-in; leave it out",
+    "--model-path": "the checkpoint is checked, and served, as --model; use that alone",
+    "--disaggregation-mode": "a worker's role is its first word, prefill or decode; use that alone",
+    "--disaggregation-transfer-backend": "rows are converted on their way by TPLA's own transfer; "
+    "use --transfer",
     "--config": "the flags in a file are not looked at; write them on the command line",
     "--enable-lora": _ADAPTERS,
     "--lora-paths": _ADAPTERS,
@@ -48,18 +54,31 @@ _REFUSED_BY_DECODE = {
     "alone, not TPLA's; leave it out",
     "--enable-memory-saver": "it cannot release TPLA's pool; leave it out",
     "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
+    "--attention-backend": _DECODES_OWN,
+    "--decode-attention-backend": _DECODES_OWN,
+    "--prefill-attention-backend": _DECODES_OWN,
+    "--attn-cp-size": _OF_PROMPTS,
+    "--attention-context-parallel-size": _OF_PROMPTS,
+    "--enable-prefill-cp": _OF_PROMPTS,
+    "--enable-prefill-context-parallel": _OF_PROMPTS,
+    "--enable-dsa-prefill-context-parallel": _OF_PROMPTS,
+    "--enable-nsa-prefill-context-parallel": _OF_PROMPTS,
 }
 _TIERED_CACHES = {
     *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv"),
     "--radix-cache-backend",
 }
-_NO_EFFECT = {
+_HARMLESS = {
     "--tokenizer-worker-num": "1",
     "--dcp-size": "1",
     "--decode-context-parallel-size": "1",
     "--kv-cache-dtype": "auto",
+    "--attn-cp-size": "1",
+    "--attention-context-parallel-size": "1",
+    "--disaggregation-transfer-backend": "fake",
 }
-"""Values that leave SGLang as it is without the flag; an adapter's name may be any word."""
+"""Values that leave SGLang as it is without the flag, or a benchmark's rows that come from nowhere.
+Each belongs to its flag: an adapter may be called auto."""
 
 _EXACT_DTYPES = {"auto", "bf16", "bfloat16"}
 
@@ -73,7 +92,7 @@ def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None
     refused = _REFUSED | (_REFUSED_BY_DECODE if role is Role.DECODE else {})
     given = {argument.partition("=")[0] for argument in arguments}
     for flag, reason in refused.items():
-        if flag in given and option(arguments, flag) != _NO_EFFECT.get(flag):
+        if flag in given and option(arguments, flag) != _HARMLESS.get(flag):
             raise ConfigError(f"{flag}: {reason}")
     dtype = option(arguments, "--kv-cache-dtype") or "auto"
     if dtype not in _EXACT_DTYPES:

@@ -43,7 +43,7 @@ def test_beginnings_of_flags_and_stray_words_end_a_worker_before_sglang_starts()
         ["--tp-size=2"],
         ["--tp", "2", "--dp=2"],
         ["--attention-backend", "tpla_torch"],
-        ["--disaggregation-transfer-backend=tpla_nccl"],
+        ["--disaggregation-transfer-backend", "fake"],
         ["--cuda-graph-bs-decode", "1", "2"],
     ]
     result, _ = in_worker_process(_SERVE, TPLA_TEST_LINES=json.dumps([*refused, *taken]))

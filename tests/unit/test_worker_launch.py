@@ -99,6 +99,19 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
             "--lora-paths: .* merged into",
         ),
         ({"role": Role.PREFILL, "sglang_arguments": ("--enable-lora",)}, "--enable-lora: "),
+        ({"sglang_arguments": ("--model-path=/other",)}, "--model-path: .* use that alone"),
+        ({"sglang_arguments": ("--disaggregation-mode", "null")}, "--disaggregation-mode: "),
+        (
+            {"role": Role.PREFILL, "sglang_arguments": ("--disaggregation-transfer-backend=nixl",)},
+            "--disaggregation-transfer-backend: .* use --transfer",
+        ),
+        ({"sglang_arguments": ("--attention-backend", "triton")}, "--attention-backend: "),
+        (
+            {"sglang_arguments": ("--decode-attention-backend=fa3",)},
+            "--decode-attention-backend: .* leave it out",
+        ),
+        ({"sglang_arguments": ("--attn-cp-size", "2")}, "--attn-cp-size: .* no prompts"),
+        ({"sglang_arguments": ("--enable-prefill-cp",)}, "--enable-prefill-cp: .* no prompts"),
         ({"sglang_arguments": ("--enable-hierarchical-cache",)}, "knows SGLang's own rows alone"),
         ({"sglang_arguments": ("--enable-memory-saver",)}, "cannot release TPLA's pool"),
         ({"sglang_arguments": ("--dcp-size=2",)}, "divided by latent dims"),
@@ -139,6 +152,26 @@ def test_values_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         configure(options(converted, **changes))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tokenizer-worker-num", "1"),
+        ("--dcp-size=1", "--attn-cp-size=1"),
+        ("--kv-cache-dtype=auto",),
+        ("--disaggregation-transfer-backend", "fake"),  # as benchmarks time a decode worker alone
+        ("--tp-size=3", "--tp", "2"),  # the last one counts
+    ],
+)
+def test_flags_that_change_nothing_are_taken(converted: Path, flags: tuple[str, ...]) -> None:
+    assert configure(options(converted, sglang_arguments=("--tp-size=2", *flags))).groups == 2
+
+
+def test_prefill_runs_the_attention_that_it_is_told_to(converted: Path) -> None:
+    flags = ("--attention-backend", "triton")
+    config = configure(options(converted, role=Role.PREFILL, sglang_arguments=flags))
+    assert config.role is Role.PREFILL
 
 
 def test_a_worker_alone_chooses_the_transfer_that_reaches_any_host(converted: Path) -> None:
