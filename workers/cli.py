@@ -25,7 +25,7 @@ def worker() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(
-        context_settings=_PASS_THROUGH, epilog="Every other flag is SGLang's own, unchanged."
+        context_settings=_PASS_THROUGH, epilog="Every other flag is SGLang's own, written out."
     )(_worker)
     try:
         app()
