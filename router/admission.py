@@ -12,6 +12,20 @@ from tpla.core.config.router import AdmissionPolicy
 from tpla.core.errors import BadRequest, NoWorker, QueueFull
 
 
+def refuse_too_many(samples: int, limit: int) -> None:
+    """Refuse a request of so many samples that it could never be admitted.
+
+    Raises:
+        BadRequest: ``samples`` exceed ``limit``.
+    """
+    if samples > limit:
+        raise BadRequest(
+            f"{samples} samples in one request exceed the {limit} that this router serves at "
+            "once; ask for fewer.",
+            param="n",
+        )
+
+
 @dataclass(eq=False, slots=True)
 class _Waiter:
     weight: int
@@ -63,12 +77,7 @@ class Admission:
 
     async def _enter(self, weight: int) -> None:
         limit = self._policy.max_concurrent_requests
-        if weight > limit:
-            raise BadRequest(
-                f"{weight} samples in one request exceed the {limit} that this router serves at "
-                "once; ask for fewer.",
-                param="n",
-            )
+        refuse_too_many(weight, limit)
         if not self._waiting and self._active + weight <= limit:
             self._active += weight
             return

@@ -27,7 +27,7 @@ from tpla.server.streaming import EventStream, unless_client_leaves
 
 routes = APIRouter(dependencies=[Depends(require_key)])
 
-Parser = Callable[[dict[str, Any]], GenerationRequest]
+Parser = Callable[[dict[str, Any], int], GenerationRequest]
 
 
 @routes.post(CHAT)
@@ -91,7 +91,7 @@ async def _answer(
     body = await read_object(request, max_bytes=config.max_body_bytes, timeout=config.client.body)
     if too_late:
         raise NoWorker("The router is shutting down.", code="shutting_down")
-    parsed = parse(body)
+    parsed = parse(body, config.admission.max_concurrent_requests)
     _check_model(service, parsed.model)
     record.stream, record.samples = parsed.stream, len(parsed.samples)
     headers = forwarded_headers(request.headers, record.request_id)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tpla.router.admission import refuse_too_many
 from tpla.server.openai_protocol import (
     WITHOUT_EFFECT,
     ChatRequest,
@@ -55,29 +56,33 @@ class GenerationRequest:
     model: str | None
 
 
-def parse_chat(body: dict[str, Any]) -> GenerationRequest:
+def parse_chat(body: dict[str, Any], max_samples: int) -> GenerationRequest:
     """Check a chat request and split it.
 
     Raises:
-        BadRequest: it is malformed.
+        BadRequest: it is malformed, or asks for more than ``max_samples``.
     """
     body = without_nulls(body)
     request = parse(ChatRequest, body)
+    refuse_too_many(request.n, max_samples)
     prompt = _chat_prompt(body)
     samples = [Sample(_single(body, request.seed, index), prompt) for index in range(request.n)]
     return GenerationRequest(samples, request.n, request.stream, request.model)
 
 
-def parse_completion(body: dict[str, Any]) -> GenerationRequest:
+def parse_completion(body: dict[str, Any], max_samples: int) -> GenerationRequest:
     """Check a completion request and split it.
 
     Raises:
-        BadRequest: it is malformed.
+        BadRequest: it is malformed, or asks for more than ``max_samples``.
     """
     body = without_nulls(body)
     request = parse(CompletionRequest, body)
+    prompts = split_prompts(request.prompt)
+    # Before any is built: a body of 4 MB may ask for 128 million.
+    refuse_too_many(len(prompts) * request.n, max_samples)
     samples: list[Sample] = []
-    for prompt in split_prompts(request.prompt):
+    for prompt in prompts:
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         for _ in range(request.n):
             single = {**_single(body, request.seed, len(samples)), "prompt": prompt}

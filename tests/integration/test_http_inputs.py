@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -262,6 +263,47 @@ def test_ten_megabytes_are_refused_to_curl(system: Cluster) -> None:
 def test_ten_megabytes_in_chunks_are_refused(system: Cluster) -> None:
     answer = system.client.post(CHAT, content=(b"x" * 100_000 for _ in range(100)))
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "words"),
+    [
+        (
+            COMPLETIONS,
+            b'{"n": 8, "prompt": [' + b",".join([b'"a"'] * 300_000) + b"]}",
+            "n",
+            "2400000 samples in one request exceed the 256 that this router serves at once",
+        ),
+        (
+            CHAT,
+            b'{"messages": [' + b",".join([b"0"] * 2_000_000) + b"]}",
+            "messages[0]",
+            "should be a valid dictionary",
+        ),
+        (
+            CHAT,
+            b'{"messages": [{"role": "user", "content": ['
+            + b",".join([b"0"] * 2_000_000)
+            + b"]}]}",
+            "messages[0].content",
+            "should be a valid string",
+        ),
+    ],
+    ids=["samples", "messages", "parts"],
+)
+def test_a_body_of_a_million_items_holds_nobody_up(
+    system: Cluster, route: str, body: bytes, param: str, words: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        begin = time.monotonic()
+        answer = pool.submit(httpx.post, system.url + route, content=body, timeout=60)
+        while not answer.done():
+            assert system.client.get("/liveness").status_code == 200
+        assert time.monotonic() - begin < 2  # their refusals took many
+    assert answer.result().status_code == 400
+    error = error_of(answer.result())
+    assert error["param"] == param
+    assert words in error["message"]
 
 
 def test_a_body_that_does_not_come_is_given_up(system: Cluster) -> None:

@@ -30,6 +30,8 @@ from tpla.server.record import forwarded_headers, request_id_of
 from tpla.server.samples import merge_usage, parse_chat, parse_completion
 
 HI = [{"role": "user", "content": "hi"}]
+LIMIT = 16
+"""Samples that a request may ask for."""
 
 
 def sglang_fields(class_name: str) -> set[str]:
@@ -94,7 +96,7 @@ def test_samples_of_a_chat() -> None:
         "store": True,
         "user": None,
     }
-    request = parse_chat(body)
+    request = parse_chat(body, LIMIT)
     assert [sample.body["seed"] for sample in request.samples] == [2**63 - 1, -(2**63), 1 - 2**63]
     assert all(set(sample.body) == {"messages", "seed"} for sample in request.samples)
     assert request.samples[0].prompt == "user\nhi"
@@ -103,12 +105,12 @@ def test_samples_of_a_chat() -> None:
 def test_conversations_that_begin_alike_have_keys_that_begin_alike() -> None:
     first = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     second = [*first, {"role": "user", "content": "more"}]
-    keys = [parse_chat({"messages": list(m)}).samples[0].prompt for m in (first, second)]
+    keys = [parse_chat({"messages": list(m)}, LIMIT).samples[0].prompt for m in (first, second)]
     assert keys[1].startswith(keys[0])
 
 
 def test_samples_of_many_prompts() -> None:
-    request = parse_completion({"prompt": [[1, 2], [3]], "n": 2, "seed": 5, "best_of": 2})
+    request = parse_completion({"prompt": [[1, 2], [3]], "n": 2, "seed": 5, "best_of": 2}, LIMIT)
     assert [(s.body["prompt"], s.body["seed"]) for s in request.samples] == [
         ([1, 2], 5), ([1, 2], 6), ([3], 7), ([3], 8),
     ]  # fmt: skip
@@ -117,7 +119,7 @@ def test_samples_of_many_prompts() -> None:
 
 @pytest.mark.parametrize("suffix", [None, ""])
 def test_a_suffix_without_text_asks_for_nothing(suffix: str | None) -> None:
-    assert len(parse_completion({"prompt": "x", "suffix": suffix}).samples) == 1
+    assert len(parse_completion({"prompt": "x", "suffix": suffix}, LIMIT).samples) == 1
 
 
 def test_usage_counts_a_prompt_once() -> None:
@@ -138,7 +140,7 @@ def test_usage_counts_a_prompt_once() -> None:
 
 def test_a_rule_about_two_fields_names_the_one_at_fault() -> None:
     with pytest.raises(BadRequest) as caught:
-        parse_completion({"prompt": "x", "regex": "a", "ebnf": "b"})
+        parse_completion({"prompt": "x", "regex": "a", "ebnf": "b"}, LIMIT)
     assert caught.value.param == "regex"
 
 
@@ -176,14 +178,14 @@ def test_what_sglang_would_answer_with_an_error_of_its_own_is_refused(
     fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields})
+        parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields}, LIMIT)
     assert (caught.value.param or "").startswith(param)
 
 
 def test_variables_of_templates_are_passed_on() -> None:
     fields = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    assert fields.items() <= parse_chat(body).samples[0].body.items()
+    assert fields.items() <= parse_chat(body, LIMIT).samples[0].body.items()
 
 
 def test_arguments_that_are_no_variables_are_those_on_the_way_to_the_template() -> None:
@@ -202,7 +204,7 @@ def refusal(parse: Any, **fields: Any) -> BadRequest:
     """Why a request is refused that has these fields, too."""
     usual = {"messages": HI} if parse is parse_chat else {"prompt": "hi"}
     with pytest.raises(BadRequest) as caught:
-        parse({**usual, **fields})
+        parse({**usual, **fields}, LIMIT)
     return caught.value
 
 
@@ -231,18 +233,18 @@ def test_min_tokens_beyond_the_end_of_a_grammar_are_refused(
     assert error.param == "min_tokens"
     assert "only the end token is left" in error.message
     usual = {"messages": HI} if parse is parse_chat else {"prompt": "hi"}
-    parse({**usual, **fields, "min_tokens": 0})
+    parse({**usual, **fields, "min_tokens": 0}, LIMIT)
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
 def test_min_tokens_go_with_free_text(choice: str | None) -> None:
     text = {"response_format": {"type": "text"}, "tool_choice": choice}
-    parse_chat({"messages": HI, "min_tokens": 5, **text})
+    parse_chat({"messages": HI, "min_tokens": 5, **text}, LIMIT)
 
 
 def test_a_repetition_penalty_that_is_zero_in_float32_is_refused() -> None:
     assert refusal(parse_chat, repetition_penalty=1e-300).param == "repetition_penalty"
-    parse_chat({"messages": HI, "repetition_penalty": 0.01})
+    parse_chat({"messages": HI, "repetition_penalty": 0.01}, LIMIT)
 
 
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion])
@@ -274,7 +276,7 @@ def test_content_that_the_model_cannot_read_is_refused(kind: str) -> None:
 
 def test_one_stop_string_too_many_is_told_the_limit() -> None:
     most = ["x"] * MAX_STOP_STRINGS
-    parse_chat({"messages": HI, "stop": most})
+    parse_chat({"messages": HI, "stop": most}, LIMIT)
     error = refusal(parse_chat, stop=[*most, "x"])
     assert error.param == "stop"
     assert "at most 64 strings are allowed" in error.message
