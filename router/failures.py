@@ -30,6 +30,8 @@ class Reason(str, Enum):
     CONNECT = "connect"
     DISCONNECTED = "disconnected"
     TIMEOUT = "timeout"
+    OVERDUE = "overdue"
+    """No answer in time from a worker whose health checks answer: it has a long queue."""
     DEADLINE = "deadline"
     STATUS = "status"
     BUSY = "busy"
@@ -43,7 +45,9 @@ class Reason(str, Enum):
     """The router gave the request up."""
 
 
-LOST = frozenset({Reason.CONNECT, Reason.DISCONNECTED, Reason.TIMEOUT, Reason.TRUNCATED})
+LOST = frozenset(
+    {Reason.CONNECT, Reason.DISCONNECTED, Reason.TIMEOUT, Reason.OVERDUE, Reason.TRUNCATED}
+)
 """The worker itself is gone or silent, as opposed to one that answers with an error."""
 
 WENT_AWAY = frozenset({Reason.DISCONNECTED, Reason.TIMEOUT, Reason.TRUNCATED})
@@ -53,9 +57,10 @@ ANSWERED_WITH_ERROR = frozenset({Reason.ABORTED, Reason.STATUS})
 """A living worker says that the request failed. Until the KV has landed, the request itself may be
 why, and would fail on every worker: none is charged before another pair has served it."""
 
-_NEUTRAL = frozenset({Reason.BUSY, Reason.DEADLINE, Reason.STOPPED})
+_NEUTRAL = frozenset({Reason.BUSY, Reason.OVERDUE, Reason.DEADLINE, Reason.STOPPED})
 _TOO_LONG = ("context length", "maximum allowed length", "maximum number of tokens")
-_FINAL = frozenset({Reason.REFUSED, Reason.DEADLINE, Reason.STOPPED})
+# Overdue is final: the queues of other workers are as long, and a retry would only lengthen them.
+_FINAL = frozenset({Reason.REFUSED, Reason.OVERDUE, Reason.DEADLINE, Reason.STOPPED})
 
 
 class LegFailure(Exception):
@@ -116,6 +121,16 @@ def timed_out(where: str, what: str, seconds: float) -> LegFailure:
     """A wait on the worker ran out."""
     message = f"The {where} worker sent no {what} within {seconds:g} s."
     return LegFailure(Reason.TIMEOUT, UpstreamTimeout(message))
+
+
+def overdue(where: str, seconds: float) -> LegFailure:
+    """A worker that is well has not come to the request in time, which is no worker's fault."""
+    message = (
+        f"The {where} worker sent no answer within {seconds:g} s, though its health checks answer: "
+        "too many requests wait for it. Send fewer at once, add workers or raise "
+        "--leg-first-byte-timeout-secs."
+    )
+    return LegFailure(Reason.OVERDUE, UpstreamTimeout(message))
 
 
 def deadline_passed(seconds: float) -> LegFailure:

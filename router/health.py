@@ -87,6 +87,7 @@ class HealthMonitor:
             problem = await self._identify(worker)
         if problem is None:
             worker.failed_checks = 0
+            worker.last_well = time.monotonic()
             worker.healthy, worker.reason = True, "healthy"
             worker.load = await self._load(worker)
         else:

@@ -203,6 +203,8 @@ class Leg:
         except TimeoutError:
             if deadline <= until:
                 raise failures.deadline_passed(self._call.time_limit) from None
+            if not self._heard and self.worker.well_since(self._begin):
+                raise failures.overdue(self.role, limit) from None
             what = "further data" if self._heard else "answer"
             raise failures.timed_out(self.role, what, limit) from None
 

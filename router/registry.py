@@ -45,6 +45,8 @@ class Worker:
     failed_checks: int = 0
     last_check: float | None = None
     """Wall-clock time of the last check."""
+    last_well: float = float("-inf")
+    """Monotonic time of the last check that found nothing wrong."""
     last_contact: float = float("-inf")
     """Monotonic time of the last byte received from it."""
     identified: bool = False
@@ -60,6 +62,10 @@ class Worker:
     def role(self) -> Role:
         """Prefill or decode."""
         return self.address.role
+
+    def well_since(self, moment: float) -> bool:
+        """Whether it has been checked since this monotonic time, and the last check went well."""
+        return self.failed_checks == 0 and self.last_well > moment
 
     @property
     def bootstrap_port(self) -> int:

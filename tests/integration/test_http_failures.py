@@ -362,7 +362,7 @@ def test_retries_are_bounded() -> None:
     ("faults", "status"),
     [
         (Faults(die=True), 502),
-        (Faults(hang=True), 504),
+        (Faults(hang=True, health_delay=5, stopped=True), 504),
         (Faults(status=500), 502),
     ],
     ids=["went away", "fell silent", "failed"],

@@ -89,6 +89,7 @@ def test_a_leg_may_have_seen_the_other_worker_go(where: str, message: str, gone:
         (failures.from_answer("decode", 401, b""), False),
         (failures.from_answer("decode", 503, b""), False),
         (failures.from_answer("decode", 400, b""), False),
+        (failures.overdue("decode", 5), False),
         (failures.aborted("decode", "KVTransferError(x)"), False),
         (failures.lost(Reason.DISCONNECTED, "decode", "x"), False),
     ],
