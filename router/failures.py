@@ -7,11 +7,14 @@ and a 200 whose ``finish_reason`` is ``abort``. All become one :class:`LegFailur
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
 from typing import Any
+
+import aiohttp
 
 from tpla.core.errors import (
     BadRequest,
@@ -28,6 +31,9 @@ class Reason(str, Enum):
     """Why a leg failed; the label of the metric ``leg_failures``."""
 
     CONNECT = "connect"
+    """The host refuses connections."""
+    LOCAL = "local"
+    """No host was asked: its name was not found, or this process is out of something."""
     DISCONNECTED = "disconnected"
     TIMEOUT = "timeout"
     OVERDUE = "overdue"
@@ -57,7 +63,10 @@ ANSWERED_WITH_ERROR = frozenset({Reason.ABORTED, Reason.STATUS})
 """A living worker says that the request failed. Until the KV has landed, the request itself may be
 why, and would fail on every worker: none is charged before another pair has served it."""
 
-_NEUTRAL = frozenset({Reason.BUSY, Reason.OVERDUE, Reason.DEADLINE, Reason.STOPPED})
+_NEUTRAL = frozenset({Reason.LOCAL, Reason.BUSY, Reason.OVERDUE, Reason.DEADLINE, Reason.STOPPED})
+_REFUSED_BY_HOST = frozenset(
+    {errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH}
+)
 _TOO_LONG = ("context length", "maximum allowed length", "maximum number of tokens")
 # Overdue is final: the queues of other workers are as long, and a retry would only lengthen them.
 _FINAL = frozenset({Reason.REFUSED, Reason.OVERDUE, Reason.DEADLINE, Reason.STOPPED})
@@ -110,6 +119,17 @@ class LegFailure(Exception):
     def retryable(self) -> bool:
         """Whether another pair of workers might do better."""
         return self.reason not in _FINAL
+
+
+def refused_by_host(error: aiohttp.ClientConnectorError) -> bool:
+    """Whether a failed connection says that nothing listens there.
+
+    A name server that is away for a moment, or a router that is out of descriptors, says nothing
+    about the worker: it may be serving streams meanwhile.
+    """
+    return (
+        not isinstance(error, aiohttp.ClientConnectorDNSError) and error.errno in _REFUSED_BY_HOST
+    )
 
 
 def lost(reason: Reason, where: str, detail: str) -> LegFailure:

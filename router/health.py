@@ -21,7 +21,7 @@ import aiohttp
 import structlog
 
 from tpla.core.config.router import HealthPolicy
-from tpla.router.failures import Reason
+from tpla.router.failures import Reason, refused_by_host
 from tpla.router.registry import Registry, Worker
 
 log = structlog.get_logger("tpla.router.health")
@@ -133,8 +133,10 @@ class HealthMonitor:
             loss = Reason.TIMEOUT if silent else None
             return Problem(f"no answer to {path} in {limit:g} s", loss=loss)
         except aiohttp.ClientConnectorError as error:
-            # Its legs are about to notice the same: whoever is first, the charge must be one.
             text = f"cannot connect: {error.strerror or error}"
+            if not refused_by_host(error):
+                return Problem(text)
+            # Its legs are about to notice the same: whoever is first, the charge must be one.
             return Problem(text, decisive=True, loss=Reason.DISCONNECTED)
         except aiohttp.ClientError as error:
             return Problem(f"{type(error).__name__}: {error}")

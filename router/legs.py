@@ -102,6 +102,9 @@ class Leg:
             return await self._bounded(post)
         except aiohttp.ClientConnectorError as error:
             self.delivered = False
+            if not failures.refused_by_host(error):
+                detail = f"could not be asked: {error.strerror or error}"
+                raise failures.lost(Reason.LOCAL, self.role, detail) from error
             raise failures.lost(Reason.CONNECT, self.role, "cannot be reached") from error
         except aiohttp.ServerTimeoutError as error:
             # Not decisive as a refusal is: it may be this process that is overloaded.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import socket
+from contextlib import suppress
 from types import FrameType
 
 import h11
@@ -25,7 +27,19 @@ log = structlog.get_logger("tpla.server")
 
 def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
+    allow_all_descriptors()
     DrainingServer(config).run()
+
+
+def allow_all_descriptors() -> None:
+    """Raise the soft limit on open files to the hard one.
+
+    Each request holds three connections, and 1024 files, the usual soft limit, are fewer than the
+    clients that may wait idle. The limit is that low for programs that call select(), not for us.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a hard limit that the kernel no longer grants
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class DrainingServer(uvicorn.Server):

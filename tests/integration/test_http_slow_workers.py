@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
 import pytest
 
-from tests.fakes.cluster import cluster
-from tests.fakes.sglang_worker import Faults
+from tests.fakes.cluster import Cluster, cluster
+from tests.fakes.sglang_worker import Fabric, FakeWorker, Faults, wait_until
 from tests.integration.test_http_failures import assert_charged, breakers_of, error_of, events_of
+from tests.integration.test_http_lifecycle import RouterProcess
+from tpla.router import registry
+from tpla.router.registry import Worker
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -54,3 +65,114 @@ def test_a_stream_outlives_a_prefill_leg_that_never_ends() -> None:
         assert events_of(system, max_tokens=6)[-1] == "[DONE]"
         assert system.metric("leg_failures_total", role="prefill", reason="overdue") == 1
         assert breakers_of(system) == ["closed", "closed"]
+
+
+NAME = "decode-0.decode"
+
+
+class Names:
+    """A name server that knows :data:`NAME`, and does not answer as often as it is told."""
+
+    def __init__(self) -> None:
+        self.silent = 0
+        self._resolve = socket.getaddrinfo
+
+    def __call__(self, host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != NAME:
+            return self._resolve(host, *args, **kwargs)
+        if self.silent:
+            self.silent -= 1
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return self._resolve("127.0.0.1", *args, **kwargs)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    server = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", server)
+    monkeypatch.setattr(registry, "KEEP_ALIVE_SECONDS", 0.05)  # else checks share a connection
+    return server
+
+
+@contextmanager
+def decode_by_name(interval: float) -> Iterator[tuple[Cluster, FakeWorker, Worker]]:
+    """A decode worker behind a name, as in Kubernetes."""
+    health = {"interval_secs": interval}
+    with (
+        cluster(1, 0, health=health, retry={"max_retries": 1}) as system,
+        FakeWorker("decode", system.prefill[0].fabric) as decode,
+    ):
+        url = f"http://{NAME}:{decode.thread.port}"
+        added = system.client.post("/workers", json={"url": url, "role": "decode"}).json()
+        worker = system.service.registry.workers[added["id"]]
+        wait_until(lambda: worker.healthy)
+        yield system, decode, worker
+        decode.thread.request_stop()
+
+
+def forget_addresses(system: Cluster, worker: Worker) -> None:
+    """As they are after some seconds."""
+    connector: Any = worker.session.connector
+    system.server.servers[0].get_loop().call_soon_threadsafe(connector.clear_dns_cache)
+
+
+def test_a_name_that_is_not_found_for_a_moment_ends_no_stream(names: Names) -> None:
+    with decode_by_name(interval=0.2) as (system, decode, worker):
+        decode.faults = Faults(token_delay=0.1)
+        body = {"prompt": "a b", "max_tokens": 12, "stream": True}
+        with system.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            names.silent = 1
+            forget_addresses(system, worker)
+            wait_until(lambda: worker.failed_checks, what="a check without an address")
+            assert worker.healthy
+            assert "cannot connect" in worker.reason
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert worker.healthy and worker.failed_checks == 0
+
+
+def test_a_name_that_is_not_found_for_a_moment_costs_a_request_one_more_try(names: Names) -> None:
+    with decode_by_name(interval=30) as (system, decode, worker):
+        time.sleep(0.3)  # until its connections are too old to be used again
+        names.silent = 1
+        forget_addresses(system, worker)
+        assert system.complete().status_code == 200
+        assert len(decode.seen) == 1
+        assert_charged(system, "decode", "local")
+        assert worker.healthy and breakers_of(system) == ["closed", "closed"]
+
+
+def test_a_router_out_of_descriptors_ends_no_stream() -> None:
+    fabric = Fabric()
+    with (
+        FakeWorker("prefill", fabric) as prefill,
+        FakeWorker("decode", fabric, Faults(token_delay=0.1)) as decode,
+        # More seconds than idle connections stay open: each check needs a connection of its own.
+        RouterProcess("--prefill", prefill.url, "--decode", decode.url,
+                      "--health-check-interval-secs", "2.5") as router,
+        httpx.Client(base_url=router.url, timeout=20, trust_env=False) as asking,
+        httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client,
+    ):  # fmt: skip
+        wait_until(lambda: asking.get("/ready").status_code == 200)
+        body = {"prompt": "a b", "max_tokens": 50, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            usual = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE, (3, usual[1]))
+            wait_until(lambda: asking.get("/workers").text.count("Too many open files") == 2)
+            resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE, usual)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert asking.get("/ready").status_code == 200
+
+
+def test_a_router_may_open_as_many_files_as_the_hard_limit_says() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        with RouterProcess() as router:
+            limits = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == (hard, hard)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
+from aiohttp.client_exceptions import ClientConnectorDNSError, ClientConnectorError
+from aiohttp.client_reqrep import ConnectionKey
 
 from tpla.core.errors import BadRequest, NoWorker, TooLarge, UpstreamError
 from tpla.core.phases import Phase, Timeline
@@ -101,6 +104,27 @@ def test_only_an_error_that_a_living_worker_answered_is_in_doubt(
     failure.doubt()
     assert failure.in_doubt is doubted
     assert failure.verdict is (Verdict.NEUTRAL if doubted else before)
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"),
+    [
+        (errno.ECONNREFUSED, True),
+        (errno.ECONNRESET, True),
+        (errno.EHOSTUNREACH, True),
+        (errno.ENETUNREACH, True),
+        (errno.EMFILE, False),
+        (errno.ENFILE, False),
+        (errno.EADDRNOTAVAIL, False),
+        (errno.ENOBUFS, False),
+        (None, False),
+    ],
+)
+def test_only_a_host_can_refuse_a_connection(number: int | None, refused: bool) -> None:
+    key = ConnectionKey("h", 1, False, True, None, None, None, None)
+    error = OSError(number, "why")
+    assert failures.refused_by_host(ClientConnectorError(key, error)) is refused
+    assert not failures.refused_by_host(ClientConnectorDNSError(key, error))
 
 
 @pytest.mark.parametrize(
