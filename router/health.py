@@ -156,7 +156,18 @@ class HealthMonitor:
         name = name or _first_model(await self._json(worker, "/v1/models"))
         if isinstance(name, str):
             worker.model = name
-        return None
+        return self._foreign(worker)
+
+    def _foreign(self, worker: Worker) -> Problem | None:
+        """Whether it serves another model than the others: it would answer under their name."""
+        common = self._registry.model_beside(worker)
+        if worker.model is None or common is None or worker.model == common:
+            return None
+        text = (
+            f"serves the model {worker.model!r}, the other workers {common!r}; start all with one "
+            "--served-model-name, or DELETE the others first"
+        )
+        return Problem(text, decisive=True)
 
     def _learn(self, worker: Worker, info: Mapping[str, Any]) -> Problem | None:
         """Keep what the worker says of itself; what is wrong with that, if anything."""

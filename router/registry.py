@@ -146,16 +146,29 @@ class Registry:
 
     @property
     def served_model(self) -> str | None:
-        """The model's name: as configured, else as the first healthy worker reports it."""
+        """The model's name: as configured, else as the first worker reports it, healthy ones first.
+
+        An unhealthy worker may be so because it serves another model.
+        """
         if self._config.model is not None:
             return self._config.model
-        return next((worker.model for worker in self.workers.values() if worker.model), None)
+        named = [worker for worker in self.workers.values() if worker.model]
+        return next((w.model for w in sorted(named, key=lambda w: not w.healthy)), None)
 
     @property
     def ready(self) -> bool:
         """Whether a worker of each role is healthy."""
         usable = {w.role for w in self.workers.values() if w.healthy and not w.draining}
         return usable == {Role.PREFILL, Role.DECODE}
+
+    def model_beside(self, worker: Worker) -> str | None:
+        """What the other workers serve, by the name that they report; None where none is healthy.
+
+        Not the configured name, which may be an alias, nor that of workers that are to leave: a
+        fleet can change its model by adding new workers and draining the old.
+        """
+        others = (w for w in self.workers.values() if w is not worker and not w.draining)
+        return next((other.model for other in others if other.healthy and other.model), None)
 
     def add(self, address: WorkerAddress) -> Worker:
         """Know a worker; it is dispatched to after its first good health check.

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.fakes.cluster import Cluster, cluster
-from tests.fakes.sglang_worker import Fabric, FakeWorker, Faults, wait_until
+from tests.fakes.sglang_worker import MODEL, Fabric, FakeWorker, Faults, wait_until
 from tpla.core.config.worker import Role
 
 
@@ -116,6 +116,53 @@ def test_a_worker_of_the_wrong_mode_is_refused() -> None:
             path = f"/workers/{added.json()['id']}"
             wait_until(lambda: "disaggregation-mode" in system.client.get(path).json()["reason"])
             assert not system.client.get(path).json()["healthy"]
+
+
+def test_a_worker_of_another_model_is_refused_until_the_others_are_gone() -> None:
+    with cluster() as system, ExitStack() as stack:
+        old = system.client.get("/workers").json()["workers"]
+        fabric = system.prefill[0].fabric
+        new = [
+            stack.enter_context(FakeWorker(role, fabric, model="other"))
+            for role in ("prefill", "decode")
+        ]
+        paths = []
+        for worker in new:
+            body = {"url": worker.url, "role": worker.role}
+            paths.append(f"/workers/{system.client.post('/workers', json=body).json()['id']}")
+        for path in paths:
+            wait_until(lambda path=path: system.client.get(path).json()["last_check"])
+            found = system.client.get(path).json()
+            assert not found["healthy"] and found["model"] == "other"
+            assert f"serves the model 'other', the other workers {MODEL!r}" in found["reason"]
+        assert [system.complete(model=MODEL).status_code for _ in range(8)] == [200] * 8
+        assert code_of(system.complete(model="other")) == (404, "model_not_found")
+        assert not new[0].seen and not new[1].seen
+
+        for worker in old:
+            system.client.delete(f"/workers/{worker['id']}")
+        wait_until(lambda: all(system.client.get(path).json()["healthy"] for path in paths))
+        assert system.complete(model="other").status_code == 200
+        for worker in new:
+            worker.thread.request_stop()
+
+
+def test_a_router_names_the_model_that_is_served_though_another_is_listed_first() -> None:
+    fabric = Fabric()
+    with cluster(0, 0) as system, ExitStack() as stack:
+        sent = [("prefill", "other"), ("prefill", MODEL), ("decode", MODEL)]
+        workers = [stack.enter_context(FakeWorker(role, fabric, model=name)) for role, name in sent]
+        workers[0].faults = Faults(health_status=503)
+        for worker in workers:
+            system.client.post("/workers", json={"url": worker.url, "role": worker.role})
+        wait_until(lambda: system.client.get("/ready").status_code == 200)
+        workers[0].faults = Faults()
+        listed = system.service.registry.workers["prefill-1"]
+        wait_until(lambda: listed.model == "other")
+        assert system.complete(model=MODEL).status_code == 200
+        assert not workers[0].seen
+        for worker in workers:
+            worker.thread.request_stop()
 
 
 def test_an_unhealthy_worker_is_left_alone_until_it_recovers() -> None:
