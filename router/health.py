@@ -87,7 +87,6 @@ class HealthMonitor:
             problem = await self._identify(worker)
         if problem is None:
             worker.failed_checks = 0
-            worker.last_well = time.monotonic()
             worker.healthy, worker.reason = True, "healthy"
             worker.load = await self._load(worker)
         else:
@@ -186,10 +185,11 @@ class HealthMonitor:
         return None
 
     async def _load(self, worker: Worker) -> object:
-        if not self._policy.load_path:
-            return None
-        told = await self._json(worker, self._policy.load_path)
-        if self._policy.load_path == SERVER_INFO_PATH:
+        path, asked = self._policy.load_path, time.monotonic()
+        told = await self._json(worker, path) if path else None
+        if told is not None or not path:
+            worker.last_answer = asked
+        if path == SERVER_INFO_PATH:
             return _load_of(_accountings(told))  # the rest names files and keys of the worker
         return told
 

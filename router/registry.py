@@ -45,8 +45,9 @@ class Worker:
     failed_checks: int = 0
     last_check: float | None = None
     """Wall-clock time of the last check."""
-    last_well: float = float("-inf")
-    """Monotonic time of the last check that found nothing wrong."""
+    last_answer: float = float("-inf")
+    """Monotonic time at which its scheduler was last asked for its load and told it; where none is
+    asked for, of the last check that found nothing wrong."""
     last_contact: float = float("-inf")
     """Monotonic time of the last byte received from it."""
     identified: bool = False
@@ -64,8 +65,8 @@ class Worker:
         return self.address.role
 
     def well_since(self, moment: float) -> bool:
-        """Whether it has been checked since this monotonic time, and the last check went well."""
-        return self.failed_checks == 0 and self.last_well > moment
+        """Whether its scheduler answered what was asked since then, and no check failed."""
+        return self.failed_checks == 0 and self.last_answer > moment
 
     @property
     def bootstrap_port(self) -> int:

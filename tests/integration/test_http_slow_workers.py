@@ -58,6 +58,17 @@ def test_a_worker_whose_health_is_silent_too_is_charged_with_a_time_out() -> Non
         assert_charged(system, "prefill", "timeout")
 
 
+def test_a_worker_whose_scheduler_is_silent_is_charged_though_its_server_answers() -> None:
+    with cluster(
+        leg={"first_byte": 0.8}, breaker={"failure_threshold": 1}, health={"interval_secs": 0.1}
+    ) as system:
+        system.prefill[0].faults = Faults(hang=True, info_delay=30)
+        answer = system.complete(stream=True)
+        assert (answer.status_code, error_of(answer)["code"]) == (504, "worker_timeout")
+        assert breakers_of(system) == ["open", "closed"]
+        assert_charged(system, "prefill", "timeout")
+
+
 def test_a_stream_outlives_a_prefill_leg_that_never_ends() -> None:
     with cluster(leg={"first_byte": 0.5}) as system:
         system.prefill[0].faults = Faults(hang_after=0)  # after the KV has landed
