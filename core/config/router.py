@@ -71,7 +71,7 @@ class LegTimeouts(_Frozen):
     first_byte: Seconds = 120.0
     """Until a leg's first chunk; an unstreamed decode leg is bound by the request's time alone.
 
-    A worker that lets it pass is charged only if its health checks do not answer either."""
+    A worker that lets it pass is charged only if its scheduler answers no health check either."""
     idle: Seconds = 120.0
     """Between two chunks of a leg."""
     abort: Seconds = 5.0

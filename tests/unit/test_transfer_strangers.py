@@ -132,4 +132,6 @@ def test_a_peer_without_a_name_that_never_stops_keeps_nothing_waiting(
     assert eventually(lambda: ROOM in pair.events.done)
     mad.close()
     context.term()
-    assert len([each for each in caplog.records if "without a name" in each.message]) == 1
+    # By chance ZMQ's own name for it may be text: then its message is what nobody understands.
+    complaints = [each for each in caplog.records if "sent something" in each.message]
+    assert len(complaints) == 1
