@@ -31,12 +31,12 @@ from tpla.benchmarks.machine import describe_machine
 from tpla.benchmarks.systems_report import SystemsReport
 from tpla.benchmarks.timing_model import write_timing_model
 from tpla.core.config import Role, Transfer
+from tpla.core.config.environment import EARLY_SEND_VARIABLE
 from tpla.workers.deployment import ProcessPlan
 from tpla.workers.ports import free_ports
 from tpla.workers.supervisor import StartFailed, Supervisor
 
 _console = Console(stderr=True, highlight=False)
-_EARLY_SEND_VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 _EARLY_SEND = {"early": "1", "late": "0"}
 _SHARED = ("--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none")
 _WORDS = range(100, 10_000)
@@ -101,7 +101,7 @@ def worker(role: Role, endpoint: Endpoint, model: Path, plan: Plan) -> ProcessPl
         *("--port", str(endpoint.port), "--transfer", plan.transfer.value, *_SHARED, *plan.flags),
     ]
     if role is Role.PREFILL:
-        early_send = f"{_EARLY_SEND_VARIABLE}={_EARLY_SEND[endpoint.name]}"
+        early_send = f"{EARLY_SEND_VARIABLE}={_EARLY_SEND[endpoint.name]}"
         bootstrap = ("--disaggregation-bootstrap-port", str(endpoint.bootstrap_port))
         command = ["env", early_send, *command, "--mode", "mla", *bootstrap, *plan.prefill_flags]
     else:

@@ -37,7 +37,7 @@ class Reason(str, Enum):
     DISCONNECTED = "disconnected"
     TIMEOUT = "timeout"
     OVERDUE = "overdue"
-    """No answer in time from a worker whose health checks answer: it has a long queue."""
+    """No answer in time from a worker whose scheduler answers its checks: it has a long queue."""
     DEADLINE = "deadline"
     STATUS = "status"
     BUSY = "busy"

@@ -90,7 +90,7 @@ def refuse_what_cannot_be_served(role: Role, arguments: tuple[str, ...]) -> None
         ConfigError: there is one.
     """
     refused = _REFUSED | (_REFUSED_BY_DECODE if role is Role.DECODE else {})
-    given = {argument.partition("=")[0] for argument in arguments}
+    given = _names(arguments)
     for flag, reason in refused.items():
         if flag in given and option(arguments, flag) != _HARMLESS.get(flag):
             raise ConfigError(f"{flag}: {reason}")
@@ -126,7 +126,7 @@ def refuse_what_sglang_would_complete(command_line: list[str]) -> None:
 
 def sglang_command_line(config: WorkerConfig, sglang_arguments: tuple[str, ...]) -> list[str]:
     """Arguments for SGLang's own server: our defaults, then the user's."""
-    given = {argument.split("=", 1)[0] for argument in sglang_arguments}
+    given = _names(sglang_arguments)
     defaults = {
         "--model-path": config.model,
         "--disaggregation-mode": config.role.value,
@@ -189,7 +189,12 @@ def whole_number(arguments: tuple[str, ...], *names: str, default: int = 1) -> i
 
 def caches_beyond_the_device(arguments: tuple[str, ...]) -> bool:
     """Whether prefixes may have to be fetched from a host's memory, or from elsewhere."""
-    return any(argument.split("=", 1)[0] in _TIERED_CACHES for argument in arguments)
+    return bool(_names(arguments) & _TIERED_CACHES)
+
+
+def _names(arguments: tuple[str, ...]) -> set[str]:
+    """The flags among the arguments, without their values."""
+    return {argument.partition("=")[0] for argument in arguments}
 
 
 def option(arguments: tuple[str, ...], *names: str) -> str | None:

@@ -33,10 +33,13 @@ SGLANG_ANY_WORKER = {
 }
 """What SGLang itself needs in every worker."""
 
+EARLY_SEND_VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+"""Of SGLang: whether prefill sends a cached prefix before the forward of what follows it."""
+
 SGLANG_TIERED_PREFILL_CACHE = {
     # Else prefill sends a prefix that another request of its batch has asked to be fetched from
     # host memory, before that has begun: no event says when it is there.
-    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+    EARLY_SEND_VARIABLE: "0",
 }
 """What SGLang needs in a prefill worker whose cache goes beyond the GPU."""
 

@@ -265,6 +265,19 @@ class RouterProcess:
         self.process.stdout.close()
 
 
+@contextmanager
+def routed(faults: Faults, *flags: str) -> Iterator[tuple[RouterProcess, FakeWorker]]:
+    """A router that is ready, over a prefill worker and the decode worker with ``faults``."""
+    fabric = Fabric()
+    with (
+        FakeWorker("prefill", fabric) as prefill,
+        FakeWorker("decode", fabric, faults) as decode,
+        RouterProcess("--prefill", prefill.url, "--decode", decode.url, *flags) as router,
+    ):
+        wait_until(lambda: httpx.get(f"{router.url}/ready").status_code == 200)
+        yield router, decode
+
+
 def test_sigterm_drains_and_exits_with_zero() -> None:
     fabric = Fabric()
     with (
@@ -331,15 +344,10 @@ def test_a_draining_router_takes_the_whole_body_before_it_refuses() -> None:
 
 
 def test_the_grace_period_ends_with_an_error_event_not_a_silent_cut() -> None:
-    fabric = Fabric()
     with (
-        FakeWorker("prefill", fabric) as prefill,
-        FakeWorker("decode", fabric, Faults(hang_after=1)) as decode,
-        RouterProcess("--prefill", prefill.url, "--decode", decode.url,
-                      "--shutdown-grace-period-secs", "0.5") as router,
+        routed(Faults(hang_after=1), "--shutdown-grace-period-secs", "0.5") as (router, decode),
         ThreadPoolExecutor(1) as pool,
-    ):  # fmt: skip
-        wait_until(lambda: httpx.get(f"{router.url}/ready").status_code == 200)
+    ):
         body = {"prompt": "a b c", "max_tokens": 5, "stream": True}
         sent = pool.submit(httpx.post, f"{router.url}/v1/completions", json=body, timeout=20)
         wait_until(lambda: decode.running == 1)

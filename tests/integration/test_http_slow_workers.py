@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from tests.fakes.cluster import Cluster, cluster
-from tests.fakes.sglang_worker import Fabric, FakeWorker, Faults, wait_until
+from tests.fakes.sglang_worker import FakeWorker, Faults, wait_until
 from tests.integration.test_http_failures import assert_charged, breakers_of, error_of, events_of
-from tests.integration.test_http_lifecycle import RouterProcess
+from tests.integration.test_http_lifecycle import RouterProcess, routed
 from tpla.router import registry
 from tpla.router.registry import Worker
 
@@ -155,17 +155,13 @@ def test_a_name_that_is_not_found_for_a_moment_costs_a_request_one_more_try(name
 
 
 def test_a_router_out_of_descriptors_ends_no_stream() -> None:
-    fabric = Fabric()
     with (
-        FakeWorker("prefill", fabric) as prefill,
-        FakeWorker("decode", fabric, Faults(token_delay=0.1)) as decode,
         # More seconds than idle connections stay open: each check needs a connection of its own.
-        RouterProcess("--prefill", prefill.url, "--decode", decode.url,
-                      "--health-check-interval-secs", "2.5") as router,
+        routed(Faults(token_delay=0.1), "--health-check-interval-secs", "2.5") as (router, _),
         httpx.Client(base_url=router.url, timeout=20, trust_env=False) as asking,
         httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client,
-    ):  # fmt: skip
-        wait_until(lambda: asking.get("/ready").status_code == 200)
+    ):
+        assert asking.get("/ready").status_code == 200  # by a connection that stays
         body = {"prompt": "a b", "max_tokens": 50, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()

@@ -337,10 +337,7 @@ class TplaKVReceiver(_Polled, CommonKVReceiver):
         try:
             super().init(prefill_dp_rank)
         except KeyError:  # the link's thread has just found that prefill is gone
-            reason = f"prefill at {self.bootstrap_addr} is gone"
-            self.kv_mgr.record_failure(self.bootstrap_room, reason)
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.conclude_state = KVPoll.Failed
+            self._conclude_failed(f"prefill at {self.bootstrap_addr} is gone")
         if self.conclude_state is None:
             endpoints = [self._endpoint(info) for info in self.bootstrap_infos]
             self.kv_mgr.receiver.expect(self.bootstrap_room, endpoints)
@@ -383,9 +380,7 @@ class TplaKVReceiver(_Polled, CommonKVReceiver):
         the pages then. Without, it fails at once, and SGLang looks at ``conclude_state`` for it.
         """
         if self.bootstrap_room not in self.kv_mgr.room_metadata:
-            self.kv_mgr.record_failure(self.bootstrap_room, "the request was aborted on decode")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.conclude_state = KVPoll.Failed
+            self._conclude_failed("the request was aborted on decode")
         self.kv_mgr.receiver.abort(self.bootstrap_room, "the request was aborted on decode")
 
     def clear(self) -> None:
@@ -396,6 +391,12 @@ class TplaKVReceiver(_Polled, CommonKVReceiver):
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
         self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
         CommonKVReceiver.clear(self)
+
+    def _conclude_failed(self, reason: str) -> None:
+        """The room fails at once: no pages are reserved, so there is nobody to wait for."""
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
 
     @staticmethod
     def _endpoint(bootstrap_info: dict[str, Any]) -> str:

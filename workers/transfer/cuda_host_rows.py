@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tpla.kernels.prepared_launch import PreparedLaunch
-from tpla.workers.transfer.cuda_staging import PREPARED_SIZES, Prepare
+from tpla.workers.transfer.cuda_staging import Prepare, of_size
 from tpla.workers.transfer.protocol import Pages, Rows
 
 
@@ -42,13 +42,11 @@ class _Chunk:
         count = len(pages)
         if count > len(self._page_N):
             self._hold(count)
-        if count not in self._launches:
-            if len(self._launches) == PREPARED_SIZES:
-                self._launches.clear()
-            row_B = self.rows(count * self.page_bytes)
-            self._launches[count] = self._prepare(self._page_N[:count], row_B)
         self._page_N[:count] = torch.from_numpy(pages)
-        return self._launches[count]
+        return of_size(self._launches, count, self._launches_of)
+
+    def _launches_of(self, count: int) -> Sequence[PreparedLaunch]:
+        return self._prepare(self._page_N[:count], self.rows(count * self.page_bytes))
 
     def _hold(self, count: int) -> None:
         """Have memory for so many pages; what was prepared was for other memory."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,20 @@ from tpla.workers.transfer.staging import DAMAGED_BIT, WORD_BYTES, signed, wire_
 Prepare = Callable[[torch.Tensor, torch.Tensor], Sequence[PreparedLaunch]]
 """Launches that gather or scatter pages ``[N]``, wherever they lie, to or from rows ``[bytes]``."""
 
-PREPARED_SIZES = 64
+_PREPARED_SIZES = 64
 """Chunks of so many different sizes are prepared at a time; most of them are whole ones."""
+
+
+T = TypeVar("T")
+
+
+def of_size(prepared: dict[int, T], count: int, prepare: Callable[[int], T]) -> T:
+    """What moves ``count`` pages, prepared when as many come for the first time."""
+    if count not in prepared:
+        if len(prepared) == _PREPARED_SIZES:
+            prepared.clear()
+        prepared[count] = prepare(count)
+    return prepared[count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +97,7 @@ class _CudaStaging:
                 launch.compile()
 
     def _chunk(self, count: int) -> _Chunk:
-        """Of ``count`` pages, prepared when the first one comes."""
-        if count not in self._chunks:
-            if len(self._chunks) == PREPARED_SIZES:
-                self._chunks.clear()
-            self._chunks[count] = self._prepare_chunk(count)
-        return self._chunks[count]
+        return of_size(self._chunks, count, self._prepare_chunk)
 
     def _prepare_chunk(self, count: int) -> _Chunk:
         rows = count * self._page_words
