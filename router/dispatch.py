@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import uuid
 
@@ -11,14 +10,14 @@ import aiohttp
 import structlog
 
 from tpla.core.config.router import RouterConfig
-from tpla.core.errors import BadRequest, NoWorker, RoutingError
+from tpla.core.errors import NoWorker
 from tpla.core.phases import Timeline
 from tpla.router import failures
 from tpla.router.attempt import Attempt
 from tpla.router.background import Background
 from tpla.router.breaker import Verdict
 from tpla.router.failures import LegFailure, Reason
-from tpla.router.legs import Call, Leg
+from tpla.router.legs import Call, Leg, joined, members
 from tpla.router.metrics import RouterMetrics
 from tpla.router.registry import Lease, Pair, Registry, Worker
 
@@ -144,28 +143,20 @@ class Dispatcher:
             raise self._stopped.error
         # All ids have one length: SGLang aborts every request whose id begins with the given one.
         request_id = _ID_PREFIX.get(call.path, "req-") + uuid.uuid4().hex
-        try:
-            content = self._content(call, pair.prefill.worker, request_id)
-        except RoutingError:
-            _give_back(pair)
-            raise
+        content = self._content(call, pair.prefill.worker, request_id)
         attempt = Attempt(call, pair, content, request_id, timeline, self)
         self._attempts.add(attempt)
         return attempt
 
     def _content(self, call: Call, prefill: Worker, request_id: str) -> bytes:
         """The body that both workers receive."""
-        body = {
-            **call.body,
+        own = {
             "rid": request_id,
             "bootstrap_host": prefill.address.host,
             "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": self._rng.randrange(1, 2**63),
         }
-        try:
-            return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except UnicodeEncodeError as error:
-            raise BadRequest("The request holds a lone surrogate; send valid Unicode.") from error
+        return joined((*call.body, members(own)))
 
     async def _pause(self, number: int, call: Call, failure: LegFailure) -> None:
         """Back off before a further attempt.

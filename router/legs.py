@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from tpla.core.config.router import LegTimeouts
+from tpla.core.errors import BadRequest
 from tpla.router import failures, sse
 from tpla.router.failures import LegFailure, Reason
 from tpla.router.registry import Worker
@@ -29,7 +30,8 @@ class Call:
     """One sample to generate: what both workers are sent, but for room and request id."""
 
     path: str
-    body: Mapping[str, Any]
+    body: Sequence[bytes]
+    """JSON objects without their braces (:func:`members`), together the object that is sent."""
     stream: bool
     prompt: str
     """The prompt as text, for policies that look at prefixes."""
@@ -46,6 +48,26 @@ class Event:
 
     raw: bytes
     body: Mapping[str, Any]
+
+
+def members(values: Mapping[str, Any]) -> bytes:
+    """``values`` as a JSON object without its braces.
+
+    A prompt may take a tenth of a second to write, and its samples may be 128: what they share is
+    written once.
+
+    Raises:
+        BadRequest: a string holds a lone surrogate, which UTF-8 cannot carry.
+    """
+    try:
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)[1:-1].encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest("The request holds a lone surrogate; send valid Unicode.") from error
+
+
+def joined(parts: Iterable[bytes]) -> bytes:
+    """The JSON object that has all members in ``parts`` (:func:`members`)."""
+    return b"{" + b", ".join(part for part in parts if part) + b"}"
 
 
 class Leg:

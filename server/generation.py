@@ -12,7 +12,7 @@ from tpla.core.phases import Phase
 from tpla.router import sse
 from tpla.router.attempt import Attempt
 from tpla.router.failures import LegFailure
-from tpla.router.legs import Call, Event
+from tpla.router.legs import Call, Event, members
 from tpla.server.record import RequestRecord
 from tpla.server.samples import (
     GenerationRequest,
@@ -58,6 +58,7 @@ class Generation:
             async with asyncio.TaskGroup() as group:
                 for index, call in enumerate(self._calls()):
                     group.create_task(self._open_sample(index, call))
+                    await asyncio.sleep(0)  # each copies the prompt: others have a turn between
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
@@ -97,12 +98,12 @@ class Generation:
     def _calls(self) -> list[Call]:
         limit = self._service.config.request_timeout_secs
         deadline = asyncio.get_running_loop().time() + limit
-        model = self._service.registry.served_model
-        named = {"model": model} if model is not None else {}
+        model = self._service.registry.served_model or self._request.model
+        named = members({"model": model} if model is not None else {})
         return [
             Call(
                 path=self._path,
-                body={**sample.body, **named},
+                body=(*sample.body, named),
                 stream=self._request.stream,
                 prompt=sample.prompt,
                 deadline=deadline,

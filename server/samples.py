@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpla.router.admission import refuse_too_many
+from tpla.router.legs import members
 from tpla.server.openai_protocol import (
     WITHOUT_EFFECT,
     ChatRequest,
@@ -42,8 +43,11 @@ _ONCE_PER_PROMPT = ("prompt_tokens",)
 class Sample:
     """One prompt to be answered once."""
 
-    body: Mapping[str, Any]
+    body: Sequence[bytes]
+    """Members of the request's object (:func:`~tpla.router.legs.members`), but for the model; what
+    is not this sample's alone is the same bytes in others."""
     prompt: str
+    """Its beginning as text."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def parse_chat(body: dict[str, Any], max_samples: int) -> GenerationRequest:
     request = parse(ChatRequest, body)
     refuse_too_many(request.n, max_samples)
     prompt = _chat_prompt(body)
-    samples = [Sample(_single(body, request.seed, index), prompt) for index in range(request.n)]
+    shared = members(_shared(body))
+    samples = [Sample((shared, _seed(request.seed, i)), prompt) for i in range(request.n)]
     return GenerationRequest(samples, request.n, request.stream, request.model)
 
 
@@ -81,12 +86,14 @@ def parse_completion(body: dict[str, Any], max_samples: int) -> GenerationReques
     prompts = split_prompts(request.prompt)
     # Before any is built: a body of 4 MB may ask for 128 million.
     refuse_too_many(len(prompts) * request.n, max_samples)
+    shared = members(_shared(body))
     samples: list[Sample] = []
     for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        start = prompt[:_PROMPT_KEY_CHARS]
+        text = start if isinstance(start, str) else json.dumps(start)[:_PROMPT_KEY_CHARS]
+        own = members({"prompt": prompt})
         for _ in range(request.n):
-            single = {**_single(body, request.seed, len(samples)), "prompt": prompt}
-            samples.append(Sample(single, text[:_PROMPT_KEY_CHARS]))
+            samples.append(Sample((shared, own, _seed(request.seed, len(samples))), text))
     return GenerationRequest(samples, request.n, request.stream, request.model)
 
 
@@ -133,24 +140,29 @@ def is_usage_chunk(chunk: Mapping[str, Any]) -> bool:
     return not chunk.get("choices") and bool(chunk.get("usage"))
 
 
-def _single(body: Mapping[str, Any], seed: int | None, index: int) -> dict[str, Any]:
-    """``body`` as the request of one sample."""
-    dropped = WITHOUT_EFFECT | {"n", "best_of", "rid", "modalities"}
-    single = {name: value for name, value in body.items() if name not in dropped}
-    options = single.get("stream_options")
+def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the requests of all samples hold of ``body``."""
+    dropped = WITHOUT_EFFECT | {"n", "best_of", "rid", "modalities", "model", "prompt", "seed"}
+    shared = {name: value for name, value in body.items() if name not in dropped}
+    options = shared.get("stream_options")
     if options is not None:
-        single["stream_options"] = {
+        shared["stream_options"] = {
             name: value for name, value in options.items() if name != "include_obfuscation"
         }
-    if seed is not None:
-        single["seed"] = (seed + index + 2**63) % 2**64 - 2**63  # wraps like an int64
-    return single
+    return shared
+
+
+def _seed(seed: int | None, index: int) -> bytes:
+    """The seed of a sample as a member; nothing where none was asked for."""
+    if seed is None:
+        return b""
+    return members({"seed": (seed + index + 2**63) % 2**64 - 2**63})  # wraps like an int64
 
 
 def _chat_prompt(body: Mapping[str, Any]) -> str:
     """The conversation as text: equal beginnings of conversations give equal beginnings."""
     if "input_ids" in body:
-        return json.dumps(body["input_ids"])[:_PROMPT_KEY_CHARS]
+        return json.dumps(body["input_ids"][:_PROMPT_KEY_CHARS])[:_PROMPT_KEY_CHARS]
     parts = [json.dumps(body["tools"], sort_keys=True)] if body.get("tools") else []
     size = 0
     for message in body["messages"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from openai.types.chat.completion_create_params import (
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
 from tpla.core.errors import BadRequest
+from tpla.router.legs import joined
 from tpla.server.openai_protocol import (
     HARMFUL,
     MAX_STOP_STRINGS,
@@ -27,7 +29,7 @@ from tpla.server.openai_protocol import (
     CompletionRequest,
 )
 from tpla.server.record import forwarded_headers, request_id_of
-from tpla.server.samples import merge_usage, parse_chat, parse_completion
+from tpla.server.samples import Sample, merge_usage, parse_chat, parse_completion
 
 HI = [{"role": "user", "content": "hi"}]
 LIMIT = 16
@@ -87,6 +89,10 @@ def test_fields_without_effect_are_those_that_sglang_does_not_have() -> None:
     assert set(ChatRequest.model_fields) >= WITHOUT_EFFECT
 
 
+def body_of(sample: Sample) -> Any:
+    return json.loads(joined(sample.body))
+
+
 def test_samples_of_a_chat() -> None:
     body = {
         "messages": [{"role": "user", "content": "hi"}],
@@ -97,8 +103,9 @@ def test_samples_of_a_chat() -> None:
         "user": None,
     }
     request = parse_chat(body, LIMIT)
-    assert [sample.body["seed"] for sample in request.samples] == [2**63 - 1, -(2**63), 1 - 2**63]
-    assert all(set(sample.body) == {"messages", "seed"} for sample in request.samples)
+    bodies = [body_of(sample) for sample in request.samples]
+    assert [body["seed"] for body in bodies] == [2**63 - 1, -(2**63), 1 - 2**63]
+    assert all(set(body) == {"messages", "seed"} for body in bodies)
     assert request.samples[0].prompt == "user\nhi"
 
 
@@ -111,10 +118,27 @@ def test_conversations_that_begin_alike_have_keys_that_begin_alike() -> None:
 
 def test_samples_of_many_prompts() -> None:
     request = parse_completion({"prompt": [[1, 2], [3]], "n": 2, "seed": 5, "best_of": 2}, LIMIT)
-    assert [(s.body["prompt"], s.body["seed"]) for s in request.samples] == [
+    bodies = [body_of(sample) for sample in request.samples]
+    assert [(body["prompt"], body["seed"]) for body in bodies] == [
         ([1, 2], 5), ([1, 2], 6), ([3], 7), ([3], 8),
     ]  # fmt: skip
-    assert all("n" not in s.body and "best_of" not in s.body for s in request.samples)
+    assert all(set(body) == {"prompt", "seed"} for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("parse", "prompt"),
+    [
+        (parse_chat, {"messages": HI, "input_ids": [1, 2]}),
+        (parse_chat, {"messages": HI, "tools": []}),
+        (parse_completion, {"prompt": [[1, 2]], "custom_params": {"a": [3]}}),
+    ],
+)
+def test_what_samples_share_is_written_once(parse: Any, prompt: dict[str, Any]) -> None:
+    # 128 samples of a prompt of 4 MB took the router longer than a liveness probe waits.
+    samples = parse({**prompt, "n": LIMIT, "seed": 0}, LIMIT).samples
+    texts = {id(part): part for sample in samples for part in sample.body}
+    assert len(texts) <= 2 + LIMIT
+    assert [body_of(sample)["seed"] for sample in samples] == list(range(LIMIT))
 
 
 @pytest.mark.parametrize("suffix", [None, ""])
@@ -185,7 +209,7 @@ def test_what_sglang_would_answer_with_an_error_of_its_own_is_refused(
 def test_variables_of_templates_are_passed_on() -> None:
     fields = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    assert fields.items() <= parse_chat(body, LIMIT).samples[0].body.items()
+    assert fields.items() <= body_of(parse_chat(body, LIMIT).samples[0]).items()
 
 
 def test_arguments_that_are_no_variables_are_those_on_the_way_to_the_template() -> None:
