@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import structlog
 import typer
+from structlog.tracebacks import ExceptionDictTransformer
 
 from tpla.core.config.router import Policy, RouterConfig, parse_router_config
 from tpla.core.errors import ConfigError
 
 PORT_SEPARATOR = ","
+
+LOG_PROCESSORS: Sequence[structlog.typing.Processor] = (
+    structlog.processors.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    # Without local variables: they hold keys and what users wrote.
+    structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+    structlog.processors.JSONRenderer(),
+)
+"""From an event to its line in the log."""
 
 
 def router() -> None:
@@ -198,12 +209,7 @@ def _log_as_json() -> None:
     """One JSON line for each event, on standard output."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
-            structlog.processors.JSONRenderer(),
-        ],
+        processors=list(LOG_PROCESSORS),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         cache_logger_on_first_use=True,
     )

@@ -170,6 +170,17 @@ class RouterConfig(_Frozen):
     shutdown_grace_period_secs: Seconds = 180.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
 
+    @field_validator("api_key", "worker_api_key")
+    @classmethod
+    def _fit_for_a_header(cls, value: str | None) -> str | None:
+        # A secret made from a file often ends in a line break, which no client can send.
+        if value is not None and not (value.isascii() and value.isprintable() and " " not in value):
+            raise ValueError(
+                "holds a character that no Authorization header carries (a space, a line break at "
+                "its end, a letter beyond ASCII); use printable ASCII without spaces"
+            )
+        return value
+
     @model_validator(mode="after")
     def _each_worker_once(self) -> RouterConfig:
         urls = [address.url for address in (*self.prefill, *self.decode)]

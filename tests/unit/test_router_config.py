@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import random
 
 import pytest
+import structlog
 from pydantic import ValidationError
 
 from tpla.core.config.router import (
@@ -154,6 +156,28 @@ def test_keys_come_from_the_environment_and_are_not_shown(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError) as caught:
         parse_router_config({"worker_api_key": ["s3cret"]})
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["api_key", "worker_api_key"])
+@pytest.mark.parametrize("key", ["s3cret\n", "s3cret two", "s3crét", "\x00s3cret"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(name: str, key: str) -> None:
+    # With a line break at the end of a key, no client was let in and no worker could be asked.
+    with pytest.raises(ConfigError, match=f"{name}.*printable ASCII without spaces") as caught:
+        parse_router_config({name: key})
+    assert "s3cr" not in str(caught.value)
+    parse_router_config({name: "sk-proj_Aa0/+=.~!"})
+
+
+def test_logged_exceptions_hold_no_local_variables() -> None:
+    secret = "s3cret"
+    written = io.StringIO()
+    log = structlog.wrap_logger(structlog.PrintLogger(written), processors=cli.LOG_PROCESSORS)
+    try:
+        raise ValueError(len(secret))
+    except ValueError:
+        log.error("crashed", exc_info=True)
+    assert "ValueError" in written.getvalue() and "test_router_config.py" in written.getvalue()
+    assert secret not in written.getvalue()
 
 
 def test_the_configuration_is_frozen() -> None:
