@@ -37,6 +37,9 @@ log = structlog.get_logger("tpla.router.attempt")
 BUFFERED_EVENTS = 64
 """Events of decode that may wait for a slow client before its leg is read no further."""
 
+PROVEN_EVENTS = 3
+"""Events of decode that show it at work: a chat's role and prefill's first token come before."""
+
 
 class Host(Protocol):
     """What an attempt needs of the dispatcher that runs it."""
@@ -74,6 +77,7 @@ class Attempt:
         self._host = host
         self._pair = pair
         self._events: list[Event] = []
+        self._delivered = 0
         self._changed = asyncio.Condition()
         self._failure: LegFailure | None = None
         self._decode_ended = False
@@ -200,6 +204,9 @@ class Attempt:
             await self._changed.wait_for(lambda: len(self._events) < BUFFERED_EVENTS)
             self._events.append(event)
             self._landed = True
+            self._delivered += 1
+            if self._delivered == PROVEN_EVENTS:
+                self._pair.decode.proven()
             self._changed.notify_all()
 
     async def _leg_failed(

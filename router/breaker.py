@@ -7,7 +7,8 @@
       └──────────── trial succeeds ─────────────┼────────────────────┤
                                                 └──── trial fails ───┘
 
-An open breaker is never dispatched to; a half-open one takes one trial at a time.
+An open breaker is never dispatched to; a half-open one takes one trial at a time. A stream has
+succeeded as one once it shows decode at work, however long it goes on.
 """
 
 from __future__ import annotations

@@ -111,6 +111,12 @@ class Lease:
         self._trial = trial
         self._open = True
 
+    def proven(self) -> None:
+        """The worker works: where this leg is its trial, others need not wait for a long answer."""
+        if self._open and self._trial:
+            self._trial = False
+            self._registry.trial_succeeded(self.worker)
+
     def finish(self, verdict: Verdict) -> None:
         """Give the worker back and tell its breaker; only the first call counts."""
         if self._open:
@@ -252,6 +258,10 @@ class Registry:
         worker.active -= 1
         worker.breaker.report(verdict, self._clock(), trial=trial)
         self._forget_if_drained(worker)
+
+    def trial_succeeded(self, worker: Worker) -> None:
+        """The trial of a half-open breaker went well so far; called by :class:`Lease`."""
+        worker.breaker.report(Verdict.SUCCESS, self._clock(), trial=True)
 
     def accuse(self, worker_ids: Collection[str]) -> None:
         """Charge workers that failed a request which another pair has then served.
