@@ -84,6 +84,15 @@ class TransferAborted(TransferError):
     """One side gave the request up."""
 
 
+MAX_MESSAGE_CHARS = 2000
+"""Of a message or field name in an error object. What is at fault may be a name or number of
+megabytes, or a worker may quote the prompt; both would go to the client and into the log."""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
+
+
 class RoutingError(TplaError):
     """A request could not be served; the fields follow OpenAI's error object.
 
@@ -96,9 +105,9 @@ class RoutingError(TplaError):
     default_code: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        super().__init__(self.message)
+        self.param = None if param is None else _shortened(param)
         self.code = code if code is not None else self.default_code
 
 

@@ -180,6 +180,22 @@ def test_the_words_of_an_unknown_field(system: Cluster) -> None:
     assert error["message"] == "Unrecognized request argument supplied: foo"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "hi", "' + b"k" * 1_000_000 + b'": 1}',
+        b'{"prompt": "hi", "logit_bias": {"' + b"k" * 1_000_000 + b'": 1}}',
+        b'{"prompt": "hi", "seed": ' + b"1" * 1_000_000 + b".0}",
+    ],
+    ids=["field", "key", "number"],
+)
+def test_a_name_or_number_of_a_megabyte_is_not_quoted_in_full(system: Cluster, body: bytes) -> None:
+    answer = system.client.post(COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"].endswith("...")
+    assert len(answer.content) < 5000
+
+
 def test_a_lone_surrogate(system: Cluster) -> None:
     answer = system.client.post(CHAT, content=body_of(CHAT, {"user": "\ud800"}))
     assert answer.status_code == 400
