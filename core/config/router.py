@@ -56,12 +56,21 @@ class WorkerAddress(_Frozen):
             raise ValueError("not a worker's base address; write http://HOST:PORT")
         if parts.port == 0:
             raise ValueError("port 0 is not an address; write http://HOST:PORT")
+        if not _is_host(parts.hostname or ""):
+            raise ValueError("no host can have this name; write http://HOST:PORT")
         return f"{parts.scheme}://{parts.netloc}"
 
     @property
     def host(self) -> str:
         """Host name alone, without port or brackets."""
         return urlsplit(self.url).hostname or ""
+
+
+def _is_host(name: str) -> bool:
+    try:
+        return bool(name.encode("idna")) and name.isprintable() and " " not in name
+    except UnicodeError:  # a label that is empty or too long, or no text at all
+        return False
 
 
 class LegTimeouts(_Frozen):

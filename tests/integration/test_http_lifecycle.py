@@ -100,12 +100,17 @@ def test_workers_are_added_drained_and_removed() -> None:
         {"url": "http://x:1", "role": "decode", "foo": 1},
         {"url": "http://x:99999", "role": "decode"},
         {"url": "http://x:1", "role": "prefill", "bootstrap_port": 0},
+        {"url": "http://" + "x" * 64 + ":1", "role": "decode"},
+        {"url": "http://x..y:1", "role": "decode"},
+        {"url": "http://x\ud800:1", "role": "decode"},
+        {"url": "http://x y:1", "role": "decode"},
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_workers_that_cannot_be_added(body: dict[str, Any]) -> None:
     with cluster(prefill=0, decode=0) as system:
-        assert system.client.post("/workers", json=body).status_code == 400
+        content = json.dumps(body).encode()
+        assert system.client.post("/workers", content=content).status_code == 400
 
 
 def test_a_worker_of_the_wrong_mode_is_refused() -> None:

@@ -127,6 +127,7 @@ def test_what_is_no_bootstrap_port_is_refused(port: str) -> None:
         ({"port": 70_000}, ["port=70000", "65535"]),
         ({"decode": [{"url": "b:3", "role": "decode"}]}, ["decode.0.url='b:3'", "http://"]),
         ({"decode": [{"url": "http://b:99999", "role": "decode"}]}, ["decode.0.url"]),
+        ({"decode": [{"url": "http://b c:1", "role": "decode"}]}, ["decode.0.url", "no host"]),
         ({"retry": {"max_retries": -1}}, ["retry.max_retries=-1"]),
         ({"leg": {"connect": 0}}, ["leg.connect=0"]),
         ({"prefill_policy": "best"}, ["prefill_policy='best'", "round_robin"]),
