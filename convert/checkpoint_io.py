@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from tpla.convert.block_fp8 import SCALE_SUFFIX, BlockFP8
+from tpla.core.checkpoint import read_header as header_of
+from tpla.core.checkpoint import read_json, weight_files
 from tpla.core.errors import CheckpointError
 
-INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 DTYPES = {
     "F64": torch.float64,
@@ -149,23 +150,17 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Entries and metadata of one safetensors file.
 
     Raises:
-        CheckpointError: absent or damaged.
+        CheckpointError: absent, damaged or cut short.
     """
+    header, begin = header_of(path)
     try:
-        with path.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > path.stat().st_size:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(handle.read(length))
         metadata = header.pop("__metadata__", {})
         entries = {}
         for name, value in header.items():
             start, stop = value["data_offsets"]
             shape = tuple(value["shape"])
-            entries[name] = TensorEntry(
-                path, value["dtype"], shape, 8 + length + start, stop - start
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            entries[name] = TensorEntry(path, value["dtype"], shape, begin + start, stop - start)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file ({error})") from error
     return entries, metadata
 
@@ -209,7 +204,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.files = _weight_files(directory)
+        self.files = weight_files(directory)
         self.entries: dict[str, TensorEntry] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         for name in self.files:
@@ -219,7 +214,7 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json."""
-        return _read_json(self.directory / CONFIG_NAME)
+        return read_json(self.directory / CONFIG_NAME)
 
     @cached_property
     def block_fp8(self) -> BlockFP8 | None:
@@ -265,42 +260,3 @@ class Checkpoint:
                 )
             return self.block_fp8.dequantize(tensor, self.entry(name + SCALE_SUFFIX).load())
         return tensor
-
-
-def _weight_files(directory: Path) -> list[str]:
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder; give a HuggingFace checkpoint")
-    index = directory / INDEX_NAME
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map; download it again")
-        files = sorted(set(weight_map.values()))
-        absent = [name for name in files if not (directory / name).exists()]
-        if absent:
-            raise CheckpointError(
-                f"{directory} lacks {len(absent)} of {len(files)} weight files, {absent[0]} first; "
-                "complete the download"
-            )
-        return files
-    files = sorted(path.name for path in directory.glob("*.safetensors"))
-    if len(files) != 1:
-        raise CheckpointError(
-            f"{directory} holds {len(files)} *.safetensors and no {INDEX_NAME}; "
-            "give a HuggingFace checkpoint in safetensors format"
-        )
-    return files
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; give a folder with a HuggingFace checkpoint"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); restore it") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} is not a JSON object; restore it")
-    return document

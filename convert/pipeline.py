@@ -28,7 +28,6 @@ from tpla.convert.calibrate import (
 from tpla.convert.checkpoint_io import (
     CONFIG_NAME,
     DTYPES,
-    INDEX_NAME,
     WIDE_FLOATS,
     Checkpoint,
     OutputTensor,
@@ -46,6 +45,7 @@ from tpla.convert.sliced_attention import CoreValues
 from tpla.convert.staging import check_destination, copy_contents, staging_folder
 from tpla.convert.text import load_tokenizer, read_sequences, sequence_context
 from tpla.core.checkpoint import (
+    INDEX_NAME,
     KEYS_TENSOR,
     MANIFEST_NAME,
     VALUES_FOLDER,

@@ -17,6 +17,7 @@ from tpla.core.errors import CheckpointError, ConfigError
 from tpla.core.latent_layout import ModelPlan
 
 MANIFEST_NAME = "tpla.json"
+INDEX_NAME = "model.safetensors.index.json"
 MANIFEST_SCHEMA = 2
 _ONE_CORE_SCHEMA = 1
 """Of releases whose plans have one ``core_dims`` for all layers; still read."""
@@ -45,6 +46,7 @@ _TEXTS = (
 _SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 1 << 20
 _ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,91 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files that hold a checkpoint's weights, sorted.
+
+    Raises:
+        CheckpointError: one is absent, or there is no telling whether one is.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder; give a HuggingFace checkpoint")
+    index = directory / INDEX_NAME
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map; download it again")
+        files = sorted(set(weight_map.values()))
+        absent = [name for name in files if not (directory / name).exists()]
+        if absent:
+            raise CheckpointError(
+                f"{directory} lacks {len(absent)} of {len(files)} weight files, {absent[0]} first; "
+                "complete the download"
+            )
+        return files
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{directory} holds {len(files)} *.safetensors and no {INDEX_NAME}; "
+            "give a HuggingFace checkpoint in safetensors format"
+        )
+    return files
+
+
+def check_complete(directory: Path) -> None:
+    """Whether every file of the weights is there, and as long as its header says.
+
+    SGLang serves a checkpoint that lacks some, with whatever its memory held in their place.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    for name in weight_files(directory):
+        read_header(directory / name)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file, and the byte at which its tensors begin.
+
+    Raises:
+        CheckpointError: absent, damaged, or shorter than the header says.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > size:
+                raise ValueError(f"header of {length} bytes, larger than the file")
+            header = json.loads(handle.read(length))
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        needed = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{path} is not a safetensors file ({error})") from error
+    if needed > size:
+        raise CheckpointError(
+            f"{path} is cut short, {size} of {needed} bytes; copy or download it again"
+        )
+    return header, 8 + length
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; give a folder with a HuggingFace checkpoint"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); restore it") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} is not a JSON object; restore it")
+    return document
+
+
 def _tensors(directory: Path) -> Iterator[tuple[str, str, bytes]]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -251,20 +338,17 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, bytes]]:
             f"{directory} holds no *.safetensors; point at a HuggingFace checkpoint"
         )
     for path in files:
+        header, begin = read_header(path)
         try:
             with path.open("rb") as handle:
-                (header_bytes,) = struct.unpack("<Q", handle.read(8))
-                if header_bytes > path.stat().st_size:
-                    raise ValueError(f"header of {header_bytes} bytes, larger than the file")
-                header = json.loads(handle.read(header_bytes))
                 for name, entry in header.items():
                     if name == "__metadata__":
                         continue
                     sample = b""
                     if name.endswith(_ROTATED):
                         start, stop = entry["data_offsets"]
-                        handle.seek(8 + header_bytes + start)
+                        handle.seek(begin + start)
                         sample = handle.read(min(stop - start, _SAMPLE_BYTES))
                     yield name, f"{entry['dtype']}{entry['shape']}", sample
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"{path} is not a safetensors file ({error})") from error

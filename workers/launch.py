@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpla.core.checkpoint import Manifest, fingerprint
+from tpla.core.checkpoint import Manifest, check_complete, fingerprint
 from tpla.core.config import Mode, Role, Transfer, WorkerConfig, parse_worker_config
 from tpla.core.config.environment import (
     NCCL_TRANSFER,
@@ -67,6 +67,7 @@ def configure(options: WorkerOptions) -> WorkerConfig:
     model = options.model.resolve()
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{model} has no config.json; point --model at a checkpoint folder")
+    check_complete(model)
     device = resolve_device(options.device)
     groups = options.groups or 1
     if options.mode is Mode.TPLA:

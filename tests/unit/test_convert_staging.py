@@ -15,11 +15,10 @@ import torch
 
 from tests.unit.checkpoints import make_checkpoint
 from tpla.convert import pipeline
-from tpla.convert.checkpoint_io import INDEX_NAME
 from tpla.convert.logit_scale import LogitScale
 from tpla.convert.pipeline import ConversionOptions, convert_checkpoint
 from tpla.convert.rotation import Method
-from tpla.core.checkpoint import Manifest
+from tpla.core.checkpoint import INDEX_NAME, Manifest
 from tpla.core.errors import CheckpointError
 
 OPTIONS = ConversionOptions(method=Method.HADAMARD, logit_scale=LogitScale.ENERGY)
