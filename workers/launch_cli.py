@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from tpla.workers.deployment import (
     url_from_here,
 )
 from tpla.workers.devices import gpu_count, resolve_device
-from tpla.workers.supervisor import Supervisor, die_with_parent, printable
+from tpla.workers.supervisor import STOP_SIGNALS, Supervisor, printable, run_to_its_end
 
 _console = Console(stderr=True, highlight=False)
 
@@ -128,13 +127,13 @@ def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
     """
     options.state.mkdir(parents=True, exist_ok=True)
     for command in plan.conversion:
-        if subprocess.run(command, preexec_fn=die_with_parent).returncode:
+        if run_to_its_end(command):
             raise CheckpointError(f"nothing to serve: {shlex.join(command[1:])} failed, as it says")
 
 
 def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
     supervisor = Supervisor(options.state / "logs", _console)
-    for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda *_: supervisor.request_stop())
     try:
         _start(options, plan, supervisor, start_timeout)

@@ -6,8 +6,9 @@ import ctypes
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,14 @@ from rich.console import Console
 from tpla.core.errors import TplaError
 from tpla.workers.deployment import ProcessPlan
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
 _POLL_TIMEOUT_SECONDS = 2.0
 _TERM_PATIENCE_SECONDS = 8.0
 _KILL_PATIENCE_SECONDS = 5.0
+_CLEANING_PATIENCE_SECONDS = 60.0
 _RESTART_WAIT_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_AFTER_SECONDS = 60.0
 
@@ -178,6 +182,38 @@ def _spawn(plan: ProcessPlan, log: Path, mode: str) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C reaches the supervisor alone
             preexec_fn=die_with_parent,
         )
+
+
+def run_to_its_end(command: Sequence[str]) -> int:
+    """Run a command that removes what it has half made when it is told to stop, and wait for it.
+
+    A stop of this process is passed on to it; it is killed at a second one, or after a minute.
+
+    Returns:
+        Its exit status.
+
+    Raises:
+        SystemExit: this process was told to stop, and the command has ended.
+    """
+    asked: list[tuple[int, float]] = []
+
+    def stop(number: int, _: object) -> None:
+        child.kill() if asked else child.terminate()
+        asked.append((number, time.monotonic()))
+
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    try:
+        while (status := child.poll()) is None:
+            if asked and time.monotonic() - asked[0][1] > _CLEANING_PATIENCE_SECONDS:
+                child.kill()
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if asked:
+        sys.exit(128 + asked[0][0])
+    return status
 
 
 def die_with_parent() -> None:

@@ -35,9 +35,11 @@ def main(
     longest_tokens: Annotated[int, typer.Option(help="Rough length limit.")] = 1900,
 ) -> None:
     """Write generated chats, one JSON object a line."""
-    with out.open("w") as file:
+    partial = out.with_name(out.name + ".tmp")
+    with partial.open("w") as file:
         for document in documents(documents_count, seed, split, longest_tokens):
             file.write(json.dumps(document) + "\n")
+    partial.replace(out)  # part of a text, by its own name, would be taken for all of it
 
 
 if __name__ == "__main__":

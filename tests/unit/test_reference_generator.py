@@ -153,3 +153,15 @@ def test_packing_keeps_chats_apart() -> None:
     assert batch.bounds.tolist() == [0, 3, 6, 6, 6]
     with pytest.raises(ValueError, match="cannot fill"):
         stream.pack(chats, size=60, max_chats=4)
+
+
+def test_a_text_that_was_not_finished_does_not_have_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text, "documents", lambda *_: map(end, range(3)))
+    with pytest.raises(KeyboardInterrupt):
+        text.main(tmp_path / "text.jsonl")
+    assert not (tmp_path / "text.jsonl").exists()
