@@ -41,12 +41,17 @@ _plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def convert() -> None:
     """Run ``tpla convert``; errors of the user end it with one line and status 2."""
-    # Without a handler SIGTERM would leave the half-written folder behind.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Without handlers these would leave the half-written folder behind. What nohup has ignored
+    # stays ignored.
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for each, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:
         run_app(_convert_app)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def plan() -> None:

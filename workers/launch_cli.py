@@ -23,7 +23,7 @@ from tpla.workers.deployment import (
     url_from_here,
 )
 from tpla.workers.devices import gpu_count, resolve_device
-from tpla.workers.supervisor import STOP_SIGNALS, Supervisor, printable, run_to_its_end
+from tpla.workers.supervisor import Supervisor, printable, run_to_its_end, stop_signals
 
 _console = Console(stderr=True, highlight=False)
 
@@ -133,7 +133,7 @@ def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
 
 def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
     supervisor = Supervisor(options.state / "logs", _console)
-    for stop_signal in STOP_SIGNALS:
+    for stop_signal in stop_signals():
         signal.signal(stop_signal, lambda *_: supervisor.request_stop())
     try:
         _start(options, plan, supervisor, start_timeout)

@@ -21,8 +21,6 @@ from rich.console import Console
 from tpla.core.errors import TplaError
 from tpla.workers.deployment import ProcessPlan
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
 _POLL_TIMEOUT_SECONDS = 2.0
@@ -184,6 +182,12 @@ def _spawn(plan: ProcessPlan, log: Path, mode: str) -> subprocess.Popen[bytes]:
         )
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that end a launch; not those that nohup has it ignore, to outlive its terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 def run_to_its_end(command: Sequence[str]) -> int:
     """Run a command that removes what it has half made when it is told to stop, and wait for it.
 
@@ -202,7 +206,7 @@ def run_to_its_end(command: Sequence[str]) -> int:
         asked.append((number, time.monotonic()))
 
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
-    before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
+    before = {each: signal.signal(each, stop) for each in stop_signals()}
     try:
         while (status := child.poll()) is None:
             if asked and time.monotonic() - asked[0][1] > _CLEANING_PATIENCE_SECONDS:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,16 +168,42 @@ def test_bad_values_end_with_one_line_and_status_2(
     assert not (folder / "out2").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminated_conversion_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.signal(number, lambda *_: pytest.fail("it was not told"))
+    monkeypatch.setattr(pipeline, "_copy_other_files", _tell(number))
+    arguments = [folder / "source", folder / "out3", "--method", "identity", "--groups", "1"]
+    try:
+        assert _run(monkeypatch, "convert", *arguments) == 128 + number
+    finally:
+        signal.signal(number, before)
+    assert not list(folder.glob("out3*"))
+
+
+def test_under_nohup_a_conversion_outlives_its_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def terminate(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(pipeline, "_spill", _tell(signal.SIGHUP, pipeline._spill))
+    arguments = [folder / "source", folder / "out4", "--method", "identity", "--groups", "1"]
+    try:
+        assert _run(monkeypatch, "convert", *arguments) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (folder / "out4" / "tpla.json").is_file()
 
-    monkeypatch.setattr(pipeline, "_copy_other_files", terminate)
-    arguments = [folder / "source", folder / "out3", "--method", "identity", "--groups", "1"]
-    assert _run(monkeypatch, "convert", *arguments) == 143
-    assert not list(folder.glob("out3*"))
+
+def _tell(number: signal.Signals, then: Callable[..., None] | None = None) -> Callable[..., None]:
+    """Sends this process a signal, and then does what it stands for."""
+
+    def tell(*arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        if then is not None:
+            then(*arguments)
+
+    return tell
 
 
 @pytest.mark.parametrize(

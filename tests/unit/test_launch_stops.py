@@ -1,4 +1,4 @@
-"""A launch that is told to stop while it still converts: real processes and signals."""
+"""What a launch does when it is told to stop, while it converts too: real processes and signals."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ from types import SimpleNamespace
 from tpla.workers import launch_cli
 command = (sys.executable, "-c", *sys.argv[2:])
 launch_cli._convert(SimpleNamespace(state=Path(sys.argv[1])), SimpleNamespace(conversion=[command]))
+"""
+
+WATCH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from tpla.workers import launch_cli
+launch_cli._start = lambda *_: Path(sys.argv[1], "started").touch()
+launch_cli._run(SimpleNamespace(state=Path(sys.argv[1])), None, 5)
 """
 
 CONVERSION = """
@@ -81,3 +90,18 @@ def test_a_second_signal_does_not_wait_for_it(start: Start, tmp_path: Path) -> N
     launch.terminate()
     assert launch.wait(30) == 128 + signal.SIGTERM
     assert (tmp_path / "out.tmp").exists()
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_only_without_nohup_the_end_of_a_terminal_is_that_of_a_launch(
+    tmp_path: Path, nohup: bool
+) -> None:
+    words = [*(["nohup"] if nohup else []), sys.executable, "-c", WATCH, str(tmp_path)]
+    launch = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until((tmp_path / "started").exists)
+    launch.send_signal(signal.SIGHUP)
+    if nohup:
+        with pytest.raises(subprocess.TimeoutExpired):
+            launch.wait(2)
+        launch.terminate()
+    assert launch.wait(30) == 0
