@@ -17,7 +17,7 @@ require_python() {
 }
 
 make_venv() {
-  if .venv/bin/python -m uv --version 2>/dev/null | grep -q "uv $uv_version"; then return; fi
+  [[ "$(.venv/bin/python -m uv --version 2>/dev/null)" != *"uv $uv_version"* ]] || return 0
   # Without python3-venv, or with Ctrl-C, `python -m venv` leaves a .venv/bin/python without pip.
   .venv/bin/python -m pip --version >/dev/null 2>&1 || {
     require_python
@@ -34,7 +34,8 @@ lock() {
     --python-version 3.11 pyproject.toml -o requirements.lock
 }
 
-stamp() { cat pyproject.toml requirements.lock deploy/setup.sh | sha256sum; }
+# The folder, too: in a copy of it .venv/bin/tpla would still run the code of the original.
+stamp() { { pwd && cat pyproject.toml requirements.lock deploy/setup.sh; } | sha256sum; }
 
 install() {
   say "installing $(grep -c '==' requirements.lock) packages (about 9 GB, some minutes the first time)"

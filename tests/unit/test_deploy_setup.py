@@ -47,16 +47,17 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def set_up(folder: Path) -> list[str]:
+def set_up(folder: Path, log: Path | None = None) -> list[str]:
     """What the interpreters were asked for."""
-    (folder / "log").unlink(missing_ok=True)
+    log = log or folder / "log"
+    log.unlink(missing_ok=True)
     done = subprocess.run(
         ["bash", folder / "deploy/setup.sh"],
         env={"PATH": "/usr/bin:/bin", "PYTHON": str(folder / "maker")},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return (folder / "log").read_text().splitlines()
+    return log.read_text().splitlines()
 
 
 @pytest.mark.parametrize("left", [None, WITHOUT_PIP], ids=["nothing", "a venv that failed"])
@@ -71,3 +72,12 @@ def test_the_environment_is_made_unless_it_works(folder: Path, left: str | None)
 def test_an_environment_that_works_is_kept(folder: Path) -> None:
     set_up(folder)
     assert set_up(folder) == ["-m uv --version"]
+
+
+def test_a_copy_of_the_folder_is_set_up_for_itself(folder: Path, tmp_path: Path) -> None:
+    set_up(folder)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns("copy"))
+    asked = [line for line in set_up(copy, folder / "log") if line.endswith("-e .")]
+    assert len(asked) == 1
+    assert set_up(copy, folder / "log") == ["-m uv --version"]
