@@ -155,7 +155,9 @@ def _start(
         _console.print(f"  {printable(process)}", soft_wrap=True, markup=False)
         supervisor.start(process)
     with _console.status("starting", refresh_per_second=2) as status:
-        supervisor.wait_ready(timeout, lambda names: status.update(f"waiting for {names}"))
+        ready = supervisor.wait_ready(timeout, lambda names: status.update(f"waiting for {names}"))
+    if not ready:
+        return
     address = f"{url_from_here(options.host, options.port)}/v1"
     _console.print(f"[bold green]ready[/] after {time.monotonic() - begun:.0f} s at {address}; try")
     _console.print(_sample_curl(address, served_name(options.model)), soft_wrap=True, markup=False)

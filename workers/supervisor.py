@@ -64,8 +64,11 @@ class Supervisor:
         log = self._logs / f"{plan.name}.log"
         self._running.append(_Running(plan, _spawn(plan, log, "wb"), log, time.monotonic()))
 
-    def wait_ready(self, timeout: float, progress: Callable[[str], None]) -> None:
-        """Return when every process answers at its URL.
+    def wait_ready(self, timeout: float, progress: Callable[[str], None]) -> bool:
+        """Wait until every process answers at its URL.
+
+        Returns:
+            Whether they do; not where a stop was requested first.
 
         Raises:
             StartFailed: one ended or none answered in time; carries the end of its log.
@@ -75,6 +78,7 @@ class Supervisor:
         # One client for all polls: making one loads every certificate of the system.
         with httpx.Client(timeout=_POLL_TIMEOUT_SECONDS, trust_env=False) as client:
             self._poll_until_ready(client, waiting, deadline, timeout, progress)
+        return not self._stop_requested
 
     def _poll_until_ready(
         self,

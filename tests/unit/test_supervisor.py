@@ -54,7 +54,15 @@ def test_a_process_that_ended_does_not_serve_though_its_url_answers(
 
 def test_what_answers_is_ready(answering: str, supervisor: Supervisor) -> None:
     supervisor.start(ProcessPlan("worker", python("import time; time.sleep(60)"), answering))
-    supervisor.wait_ready(20, lambda names: None)
+    assert supervisor.wait_ready(20, lambda names: None)
+
+
+def test_what_is_stopped_while_it_starts_is_not_called_ready(
+    answering: str, supervisor: Supervisor
+) -> None:
+    slow = ProcessPlan("worker", python("import time; time.sleep(60)"), answering + "missing")
+    supervisor.start(slow)
+    assert not supervisor.wait_ready(20, lambda names: supervisor.request_stop())
 
 
 @pytest.mark.parametrize(
