@@ -229,7 +229,7 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     name = f"{served_name(options.model)}-g{options.groups}-core{_core_in_name(core_dims)}"
     target = options.state / "models" / name
     if (target / MANIFEST_NAME).is_file():
-        _check_source(target, options.model)
+        _check_conversion(target, options)
         return target, ()
     text = options.calibration or options.state / "calibration.jsonl"
     commands: list[tuple[str, ...]] = []
@@ -246,11 +246,23 @@ def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str,
     return target, tuple(commands)
 
 
-def _check_source(target: Path, model: Path) -> None:
-    if Manifest.load(target).source_fingerprint != fingerprint(model):
+def _check_conversion(target: Path, options: DeploymentOptions) -> None:
+    """Whether what an earlier launch converted is what this one would.
+
+    Raises:
+        CheckpointError: it was made of another checkpoint, or with a text of another name.
+    """
+    manifest = Manifest.load(target)
+    if manifest.source_fingerprint != fingerprint(options.model):
         raise CheckpointError(
-            f"{target} was converted from another checkpoint than {model}; remove that folder, or "
-            "give this model a --state of its own"
+            f"{target} was converted from another checkpoint than {options.model}; remove that "
+            "folder, or give this model a --state of its own"
+        )
+    read = manifest.calibration.get("path")
+    if options.calibration is not None and options.calibration.name != read:
+        raise CheckpointError(
+            f"{target} was calibrated on {read}, not on {options.calibration}; leave --calibration "
+            "out to serve it as it is, or remove that folder to convert it anew"
         )
 
 

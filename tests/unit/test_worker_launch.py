@@ -40,7 +40,8 @@ def describe(directory: Path, of: Path) -> Path:
     """Make a checkpoint the conversion of one, itself or another."""
     scales = [[[1.0, 1.0]] * 4] * 2
     marks = fingerprint(directory), fingerprint(of)
-    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], *marks).save(directory)
+    facts = {"path": "text.txt"}
+    Manifest(ModelPlan(64, 2, (0, 0)), "identity", "one", scales, [], *marks, facts).save(directory)
     return directory
 
 
@@ -346,6 +347,9 @@ def test_a_conversion_of_another_model_is_not_served_in_its_place(tmp_path: Path
     describe(make_checkpoint(plan.model), of=first)
     again = plan_deployment(deployment(tmp_path, model=first, calibration=text, **changes))
     assert again.model == plan.model and not again.conversion
+    longer = deployment(tmp_path, model=first, calibration=tmp_path / "longer.txt", **changes)
+    with pytest.raises(CheckpointError, match=r"calibrated on text\.txt, not on .*longer\.txt"):
+        plan_deployment(longer)
     with pytest.raises(CheckpointError, match="converted from another checkpoint"):
         plan_deployment(deployment(tmp_path, model=other, calibration=text, **changes))
 
