@@ -90,7 +90,7 @@ def plan_deployment(options: DeploymentOptions) -> DeploymentPlan:
     Raises:
         ConfigError: ranks that do not divide into workers, more ranks than GPUs, or a key that
             would keep the router from its workers.
-        CheckpointError: a model of the user's own that was not converted, or a conversion of
+        CheckpointError: no model, one of the user's own that was not converted, or a conversion of
             another one in its place.
     """
     _refuse_keys(options)
@@ -212,6 +212,8 @@ def served_name(model: Path) -> str:
 
 def _converted_model(options: DeploymentOptions) -> tuple[Path, tuple[tuple[str, ...], ...]]:
     """The checkpoint to serve, and the commands that make it where it does not exist yet."""
+    if not options.model.is_dir():
+        raise CheckpointError(f"{options.model} is not a folder; point --model at a checkpoint")
     if options.mode is not Mode.TPLA:
         return options.model, ()
     if (options.model / MANIFEST_NAME).is_file():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tpla.core.checkpoint import REFERENCE_MODEL
 from tpla.core.config import Mode
-from tpla.core.errors import CheckpointError, TplaError
+from tpla.core.errors import CheckpointError, ConfigError, TplaError
 from tpla.workers.deployment import (
     DeploymentOptions,
     DeploymentPlan,
@@ -107,9 +107,9 @@ def _launch(
         calibration=calibration,
         gpus=gpu_count() if resolve_device(device) == "cuda" else 0,
         sglang_arguments=tuple(context.args),
-        prefill_arguments=tuple(shlex.split(prefill_flags)),
-        decode_arguments=tuple(shlex.split(decode_flags)),
-        router_arguments=tuple(shlex.split(router_flags)),
+        prefill_arguments=_words("--prefill-flags", prefill_flags),
+        decode_arguments=_words("--decode-flags", decode_flags),
+        router_arguments=_words("--router-flags", router_flags),
     )
     plan = plan_deployment(options)
     _convert(options, plan)
@@ -119,20 +119,39 @@ def _launch(
         _run(options, plan, start_timeout)
 
 
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}; quote it as for a shell") from error
+
+
+def _make(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--state: {folder} cannot be made ({error.strerror}); give a folder that can be "
+            "written to, for logs and converted models"
+        ) from error
+    return folder
+
+
 def _convert(options: DeploymentOptions, plan: DeploymentPlan) -> None:
     """Make the checkpoint to serve, where it does not exist yet.
 
     Raises:
         CheckpointError: it could not be made; the command has said why.
+        ConfigError: --state cannot be made.
     """
-    options.state.mkdir(parents=True, exist_ok=True)
+    _make(options.state)
     for command in plan.conversion:
         if run_to_its_end(command):
             raise CheckpointError(f"nothing to serve: {shlex.join(command[1:])} failed, as it says")
 
 
 def _run(options: DeploymentOptions, plan: DeploymentPlan, start_timeout: float) -> None:
-    supervisor = Supervisor(options.state / "logs", _console)
+    supervisor = Supervisor(_make(options.state / "logs"), _console)
     for stop_signal in stop_signals():
         signal.signal(stop_signal, lambda *_: supervisor.request_stop())
     try:
