@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import httpx
 import psutil
@@ -62,7 +61,8 @@ class Supervisor:
     def start(self, plan: ProcessPlan) -> None:
         """Start one process; its output goes to a log file."""
         log = self._logs / f"{plan.name}.log"
-        self._running.append(_Running(plan, _spawn(plan, log, "wb"), log, time.monotonic()))
+        log.unlink(missing_ok=True)
+        self._running.append(_Running(plan, _spawn(plan, log), log, time.monotonic()))
 
     def wait_ready(self, timeout: float, progress: Callable[[str], None]) -> bool:
         """Wait until every process answers at its URL.
@@ -156,7 +156,7 @@ class Supervisor:
                 f"starting it again in {wait:g} s (log: {item.log})"
             )
         elif now >= item.restart_at:
-            item.process = _spawn(item.plan, item.log, "ab")
+            item.process = _spawn(item.plan, item.log)
             item.started, item.restart_at = now, None
             item.restarts += 1
 
@@ -173,9 +173,9 @@ def printable(plan: ProcessPlan) -> str:
     return "tpla " + shlex.join(plan.command[plan.command.index("tpla.core.cli") + 1 :])
 
 
-def _spawn(plan: ProcessPlan, log: Path, mode: str) -> subprocess.Popen[bytes]:
-    output: IO[bytes]
-    with log.open(mode) as output:
+def _spawn(plan: ProcessPlan, log: Path) -> subprocess.Popen[bytes]:
+    # Appended to: in a log that is rotated by truncating it, others go on at their old offset.
+    with log.open("ab") as output:
         return subprocess.Popen(
             plan.command,
             stdin=subprocess.DEVNULL,

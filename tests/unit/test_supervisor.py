@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,30 @@ def test_what_is_stopped_while_it_starts_is_not_called_ready(
     slow = ProcessPlan("worker", python("import time; time.sleep(60)"), answering + "missing")
     supervisor.start(slow)
     assert not supervisor.wait_ready(20, lambda names: supervisor.request_stop())
+
+
+def test_a_log_can_be_rotated_by_truncating_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    go_on, log = tmp_path / "go on", tmp_path / "logs" / "worker.log"
+    code = f"""
+import pathlib, time
+print("first", flush=True)
+while not pathlib.Path({str(go_on)!r}).exists():
+    time.sleep(0.05)
+print("second", flush=True)
+"""
+    log.write_text("of an older launch")
+    supervisor.start(ProcessPlan("worker", python(code), "http://127.0.0.1:1/"))
+    until(lambda: log.read_text() == "first\n")
+    os.truncate(log, 0)
+    go_on.touch()
+    until(lambda: log.read_text() == "second\n")
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
