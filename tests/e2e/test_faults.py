@@ -133,7 +133,13 @@ def test_a_leg_that_comes_alone_ends_in_time(fleet: Fleet, leg: str, words: str)
 
 @pytest.mark.parametrize(
     ("prefill", "tokens", "refuses"),
-    [("flips", SMALL_PREFILL_POOL + 200, "prefill"), ("sound", DECODE_POOL + 200, "decode")],
+    [
+        ("flips", SMALL_PREFILL_POOL + 200, "prefill"),
+        ("sound", DECODE_POOL + 200, "decode"),
+        # It would fit, but SGLang begins nothing without tokens to spare.
+        ("flips", SMALL_PREFILL_POOL - 30, "prefill"),
+        ("sound", DECODE_POOL - 300, "decode"),
+    ],
 )
 def test_a_prompt_that_one_roles_pool_cannot_hold_is_refused_by_that_role(
     fleet: Fleet, prefill: str, tokens: int, refuses: str

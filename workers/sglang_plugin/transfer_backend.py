@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpla.core.config import WorkerConfig
+from tpla.workers.sglang_plugin.longest_request import limit_to_pool
 
 
 def add_enum_member(name: str) -> None:
@@ -44,4 +45,5 @@ def get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 def attach_pool(config: WorkerConfig, manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
     """After a queue made its manager: hand over the pool, of which SGLang passes only pointers."""
     if hasattr(manager, "attach"):
+        limit_to_pool(config.role, queue.scheduler)
         manager.attach(config, queue.token_to_kv_pool, queue.scheduler)
