@@ -138,9 +138,15 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
     registry.register(targets.COMPUTE_CELL_SIZE.path, cell_size, hook_type.AROUND)
     free_after_load = _later("decode_weights", "free_after_load")
     registry.register(targets.LOAD_MODEL.path, free_after_load, hook_type.AFTER)
+    _register_retraction(registry, hook_type)
     if config.mode is Mode.TPLA:
         slice_after_load = _later("attention_shard", "slice_after_load")
         registry.register(targets.POST_LOAD_WEIGHTS.path, slice_after_load, hook_type.AROUND)
+
+
+def _register_retraction(registry: Any, hook_type: Any) -> None:
+    for target, name in ((targets.PROCESS_DECODE_QUEUE, "take_transferred_too"),):
+        registry.register(target.path, _later("retracted_requests", name), hook_type.AFTER)
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:

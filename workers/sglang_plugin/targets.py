@@ -95,6 +95,10 @@ TAKES_FROM_WAITING_QUEUE = (
 ABORT_BETWEEN_CHUNKS = Target(
     _SRT + "managers.scheduler.Scheduler.process_pending_chunked_abort", ("self",)
 )
+PROCESS_DECODE_QUEUE = Target(
+    _SRT + "disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue",
+    ("self",),
+)
 ON_IDLE = Target(_SRT + "managers.scheduler.Scheduler.on_idle", ("self",))
 BUILD_MLA_KV_POOL = Target(
     _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
@@ -173,6 +177,11 @@ CPU_WORKER = (
     FILL_VOCAB_MASK,
 )
 PREFILL_WORKER = (*TAKES_FROM_WAITING_QUEUE, ABORT_BETWEEN_CHUNKS)
-DECODE_WORKER = (BUILD_MLA_KV_POOL, COMPUTE_CELL_SIZE, LOAD_MODEL)
+DECODE_WORKER = (
+    BUILD_MLA_KV_POOL,
+    COMPUTE_CELL_SIZE,
+    LOAD_MODEL,
+    PROCESS_DECODE_QUEUE,
+)
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
 ALL_HOOKED = EVERY_WORKER + CPU_WORKER + PREFILL_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER

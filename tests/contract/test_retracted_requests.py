@@ -1,0 +1,59 @@
+"""Retracted requests and those beside them, with SGLang's own classes and the hooks."""
+
+from __future__ import annotations
+
+from tests.contract.test_sglang_hooks import in_worker_process
+
+_WAIT = """
+import json
+from types import SimpleNamespace as Names
+from unittest.mock import MagicMock
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, SchedulerDisaggregationDecodeMixin
+
+RESERVED, POOL = 64, 2048
+transfers = [Names(rows=20, rid=str(number)) for number in range(19)]
+long = Names(rid="long", origin_input_ids=range(100), output_ids=range(735))
+held = sum(each.rows for each in transfers)
+
+class Transfers:
+    queue = transfers
+    def pop_transferred(self):
+        done, self.queue = self.queue, []
+        return done
+    def extend(self, more):
+        assert not more
+
+scheduler = Names(
+    enable_decode_hicache=False, enable_hisparse=False, waiting_queue=[], last_batch=None,
+    running_batch=Names(reqs=[]), disagg_decode_transfer_queue=Transfers(),
+    server_args=Names(disaggregation_decode_enable_offload_kvcache=False, disable_radix_cache=False,
+                      disaggregation_decode_polling_interval=1,
+                      disaggregation_decode_enable_radix_cache=False))
+queue = object.__new__(DecodePreallocQueue)
+free = lambda: POOL - held
+vars(queue).update(
+    scheduler=scheduler, retracted_queue=[long], num_reserved_decode_tokens=RESERVED,
+    transfer_queue=scheduler.disagg_decode_transfer_queue, req_to_token_pool=MagicMock(),
+    token_to_kv_pool=None, token_to_kv_pool_allocator=Names(available_size=lambda: free()),
+    _pre_alloc=lambda req: None, pop_preallocated=lambda: ([], []))
+queue.req_to_token_pool.available_size.return_value = 1
+long.load_kv_cache = lambda *pools: None
+scheduler.disagg_decode_prealloc_queue = queue
+
+def turn():
+    SchedulerDisaggregationDecodeMixin.process_decode_queue(scheduler)
+    names = [each.rid for each in scheduler.waiting_queue]
+    scheduler.waiting_queue.clear()
+    return names
+
+first = turn()
+held = 0  # those have been answered since
+print("RESULT" + json.dumps([first, turn(), turn()]))
+"""
+
+
+def test_a_retracted_request_does_not_keep_back_the_transfers_that_it_waits_for() -> None:
+    found, _ = in_worker_process(_WAIT)
+    assert found == [[str(number) for number in range(19)], ["long"], []]
