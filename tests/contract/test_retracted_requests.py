@@ -57,3 +57,47 @@ print("RESULT" + json.dumps([first, turn(), turn()]))
 def test_a_retracted_request_does_not_keep_back_the_transfers_that_it_waits_for() -> None:
     found, _ = in_worker_process(_WAIT)
     assert found == [[str(number) for number in range(19)], ["long"], []]
+
+
+_GRAMMAR = """
+import json
+from types import SimpleNamespace as Names
+from unittest.mock import MagicMock
+import torch
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.disaggregation import decode_schedule_batch_mixin as module
+from transformers import AutoTokenizer
+
+module.maybe_cache_unfinished_req = lambda *args: None
+tokenizer = AutoTokenizer.from_pretrained("deploy/reference_model")
+digits = [tokenizer.encode(digit, add_special_tokens=False)[-1] for digit in "0123456789"]
+grammar = GuidanceBackend(tokenizer).dispatch_regex("[0-9]{3}").copy()
+
+def allowed():
+    mask = grammar.allocate_vocab_mask(0, 1, "cpu")
+    grammar.fill_vocab_mask(mask, 0)
+    return sum(int(mask[0, digit // 32]) >> digit % 32 & 1 for digit in digits)
+
+request = Names(output_ids=digits[1:2], grammar=grammar, finished=lambda: False, to_finish=None)
+batch = Names(reqs=[request], tree_cache=None, device="cpu", spec_algorithm=MagicMock(),
+              req_pool_indices=None)
+
+def enter():
+    module.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt(batch, None, MagicMock())
+    return allowed()
+
+found = [enter()]  # with its first token, which prefill has sampled
+grammar.accept_token(digits[2])
+request.output_ids.append(digits[2])
+found.append(enter())  # again, retracted in between
+grammar.accept_token(digits[3])
+found.append(allowed())
+print("RESULT" + json.dumps([found, request.to_finish]))
+"""
+
+
+def test_a_request_that_goes_on_after_retraction_keeps_its_place_in_its_grammar() -> None:
+    found, _ = in_worker_process(_GRAMMAR)
+    assert found == [[10, 10, 0], None]

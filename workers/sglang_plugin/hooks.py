@@ -145,7 +145,10 @@ def _register_decode(config: WorkerConfig, registry: Any, hook_type: Any) -> Non
 
 
 def _register_retraction(registry: Any, hook_type: Any) -> None:
-    for target, name in ((targets.PROCESS_DECODE_QUEUE, "take_transferred_too"),):
+    for target, name in (
+        (targets.PROCESS_DECODE_QUEUE, "take_transferred_too"),
+        (targets.ACCEPT_TOKEN, "mark_accepted"),
+    ):
         registry.register(target.path, _later("retracted_requests", name), hook_type.AFTER)
 
 

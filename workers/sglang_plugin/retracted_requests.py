@@ -18,3 +18,11 @@ def take_transferred_too(result: None, scheduler: Any, *args: Any, **kwargs: Any
     if scheduler.disagg_decode_prealloc_queue.retracted_queue:
         transferred = scheduler.disagg_decode_transfer_queue.pop_transferred()
         scheduler.waiting_queue.extend(transferred)
+
+
+def mark_accepted(result: None, grammar: Any, token: int) -> None:
+    """After ``GuidanceGrammar.accept_token``, which is the only one of SGLang not to say so.
+
+    The last token of a request that goes on is accepted again unless its grammar has one.
+    """
+    grammar.current_token = token

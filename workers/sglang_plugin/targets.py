@@ -88,6 +88,9 @@ FILL_VOCAB_MASK = Target(
     _SRT + "constrained.llguidance_backend.GuidanceGrammar.fill_vocab_mask",
     ("self", "vocab_mask", "idx"),
 )
+ACCEPT_TOKEN = Target(
+    _SRT + "constrained.llguidance_backend.GuidanceGrammar.accept_token", ("self", "token")
+)
 TAKES_FROM_WAITING_QUEUE = (
     Target(_SRT + "managers.scheduler.Scheduler.abort_request", ("self", "recv_req")),
     Target(_SRT + "managers.scheduler.Scheduler._abort_on_waiting_timeout", ("self",)),
@@ -182,6 +185,7 @@ DECODE_WORKER = (
     COMPUTE_CELL_SIZE,
     LOAD_MODEL,
     PROCESS_DECODE_QUEUE,
+    ACCEPT_TOKEN,
 )
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
 ALL_HOOKED = EVERY_WORKER + CPU_WORKER + PREFILL_WORKER + DECODE_WORKER + SHARDED_DECODE_WORKER
