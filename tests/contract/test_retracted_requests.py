@@ -97,7 +97,77 @@ found.append(allowed())
 print("RESULT" + json.dumps([found, request.to_finish]))
 """
 
+_PENALTIES = """
+import json
+from array import array
+from types import SimpleNamespace as Names
+import torch
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
+    ScheduleBatchDisaggregationDecodeMixin as Batch)
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer, BatchedMinNewTokensPenalizer, BatchedPenalizerOrchestrator,
+    BatchedPresencePenalizer, BatchedRepetitionPenalizer)
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+VOCAB, STOP = 8, 7
+KINDS = {BatchedFrequencyPenalizer, BatchedMinNewTokensPenalizer, BatchedPresencePenalizer,
+         BatchedRepetitionPenalizer}
+
+def request(output, **penalties):
+    sampling = Names(**{"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0,
+                        "repetition_penalty": 1.0, "stop_token_ids": None, **penalties})
+    tokenizer = Names(additional_stop_token_ids=None, eos_token_id=STOP)
+    return Names(sampling_params=sampling, tokenizer=tokenizer, output_ids=output,
+                 origin_input_ids=[1], prefix_indices=[], extend_range=Names(length=0),
+                 get_fill_ids=lambda: array("q"), req_pool_idx=0, retracted_stain=True,
+                 already_computed=0, multimodal_inputs=None)
+
+class Held(Names):  # which penalties refer to weakly
+    pass
+
+SamplingBatchInfo.from_schedule_batch = lambda batch, vocab_size: Names(
+    penalizer_orchestrator=BatchedPenalizerOrchestrator(vocab_size, batch, KINDS))
+every = dict(frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0,
+             min_new_tokens=4)
+
+def logits(outputs, once):
+    requests = [request(array("q", output[:1] if once else output), **penalties)
+                for output, penalties in outputs]
+    pool = Names(req_to_token=torch.zeros(1, 1, dtype=torch.int64))
+    batch = Held(reqs=requests, device="cpu", return_logprob=False, req_to_token_pool=pool,
+                  model_config=Names(vocab_size=VOCAB))
+    Batch.prepare_for_prebuilt(batch)
+    ScheduleBatch.cumulate_penalty_output_tokens(batch)
+    if once:  # never retracted: each step tells the next token
+        for step in range(1, len(outputs[0][0])):
+            for req, (output, _) in zip(requests, outputs):
+                req.output_ids.append(output[step])
+            ScheduleBatch.cumulate_penalty_output_tokens(batch)
+    made = torch.ones(len(outputs), VOCAB)
+    batch.sampling_info.penalizer_orchestrator.apply(made)
+    return made
+
+same = []
+for first in (every, {}):  # beside a request without penalties, too
+    pair = [([2, 3, 3], first), ([4, 4, 5], every)]
+    same.append(bool(torch.equal(logits(pair, True), logits(pair, False))))
+plain = logits([([2, 3, 3], {}), ([4, 5, 6], {})], False)
+uneven = logits([([2, 2, 2, 2, 3], every), ([4], every)], False)
+ends = [bool(torch.isinf(row[STOP])) for row in uneven]
+print("RESULT" + json.dumps([same, bool((plain == 1).all()), ends]))
+"""
+
 
 def test_a_request_that_goes_on_after_retraction_keeps_its_place_in_its_grammar() -> None:
     found, _ = in_worker_process(_GRAMMAR)
     assert found == [[10, 10, 0], None]
+
+
+def test_a_request_that_goes_on_after_retraction_keeps_its_penalties() -> None:
+    (same, plain, waits_for_more), _ = in_worker_process(_PENALTIES)  # type: ignore[misc]
+    assert same == [True, True] and plain
+    # One has its four tokens and may end, the other not yet.
+    assert waits_for_more == [False, True]

@@ -148,6 +148,7 @@ def _register_retraction(registry: Any, hook_type: Any) -> None:
     for target, name in (
         (targets.PROCESS_DECODE_QUEUE, "take_transferred_too"),
         (targets.ACCEPT_TOKEN, "mark_accepted"),
+        (targets.PREPARE_FOR_PREBUILT, "count_earlier_tokens"),
     ):
         registry.register(target.path, _later("retracted_requests", name), hook_type.AFTER)
 

@@ -102,6 +102,11 @@ PROCESS_DECODE_QUEUE = Target(
     _SRT + "disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue",
     ("self",),
 )
+PREPARE_FOR_PREBUILT = Target(
+    _SRT + "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin."
+    "prepare_for_prebuilt",
+    ("self",),
+)
 ON_IDLE = Target(_SRT + "managers.scheduler.Scheduler.on_idle", ("self",))
 BUILD_MLA_KV_POOL = Target(
     _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
@@ -185,6 +190,7 @@ DECODE_WORKER = (
     COMPUTE_CELL_SIZE,
     LOAD_MODEL,
     PROCESS_DECODE_QUEUE,
+    PREPARE_FOR_PREBUILT,
     ACCEPT_TOKEN,
 )
 SHARDED_DECODE_WORKER = (POST_LOAD_WEIGHTS,)
