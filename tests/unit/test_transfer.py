@@ -28,7 +28,7 @@ from tpla.core.errors import (
 )
 from tpla.core.messages import Dropped
 from tpla.workers.transfer import message_plane
-from tpla.workers.transfer.protocol import Reservation
+from tpla.workers.transfer.protocol import Pages, Reservation, Rows
 
 ROOM = 7_000_000_000_000_000_001
 PAGES, TARGET = [3, 9, 4, 1, 8], [11, 12, 13, 2, 6]
@@ -450,3 +450,42 @@ def test_rows_that_cannot_be_stored_fail_the_room_with_the_reason(
     make_ready(pair, ROOM + 1)
     pair.push(ROOM + 1, PAGES)
     assert eventually(lambda: ROOM + 1 in pair.events.done), pair.events.failed
+
+
+def test_the_engine_waits_for_rows_that_are_being_stored_only_where_it_gives_them_up(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("zmq", 1)
+    rank, begun, stored = pair.ranks[0], threading.Event(), threading.Event()
+    write = rank.pool.write
+
+    def slow(pages: Pages, rows: Rows, intact: Callable[[], bool]) -> bool:
+        begun.set()
+        assert stored.wait(10)
+        return write(pages, rows, intact)
+
+    def other_requests() -> None:
+        rank.receiver.expect(ROOM + 1, [pair.endpoint])
+        rank.receiver.greet(pair.endpoint)
+        reservation = Reservation(np.array(TARGET, np.int32), pair.endpoint, (), 1, 0)
+        rank.receiver.reserve(ROOM + 1, reservation)
+        assert rank.receiver.accounting()["rooms"] == 2
+
+    monkeypatch.setattr(rank.pool, "write", slow)
+    make_ready(pair)
+    pair.push(ROOM, PAGES)
+    assert begun.wait(10)
+    others = threading.Thread(target=other_requests)
+    others.start()
+    others.join(5)
+    free = not others.is_alive()
+    fenced = threading.Thread(target=rank.receiver.fence, args=(ROOM,))
+    fenced.start()
+    fenced.join(0.1)
+    early = not fenced.is_alive()
+    stored.set()
+    fenced.join(5)
+    others.join(5)
+    assert free, "the engine waited for another request's rows"
+    assert not early and not fenced.is_alive(), "pages were given back while they were written"
+    assert rank.pool.written, "what the fence waited for had begun"

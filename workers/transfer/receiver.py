@@ -2,8 +2,9 @@
 
 Threads: the engine calls :class:`DecodeReceiver`'s public methods; messages and ticks come on the
 link's thread; rows and the ends of rooms on the thread of the peer's inbox, which also verifies and
-stores them. One lock guards all state. A device stores behind the host's back, so a room that is
-given up waits for what it has begun: no byte lands after :meth:`DecodeReceiver.fence` or a failure.
+stores them. One lock guards all state, and is not held while rows are stored. A device stores
+behind the host's back, too, so a room that is given up waits for what it has begun: no byte lands
+after :meth:`DecodeReceiver.fence` or a failure.
 """
 
 from __future__ import annotations
@@ -303,23 +304,28 @@ class DecodeReceiver:
             if pages is None:
                 self._give_up(chunk.room, damaged(chunk))
                 return
-            state.storing.append(rows)
-            if state.reservation.vacated is not None:
-                self._sink.follow(state.reservation.vacated)
-            place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
-            try:
-                rows.begin(self._sink, pages, place, chunk.digest)
-            except Exception as error:  # a device without memory, for one
-                logger.exception("rows of room %d could not be stored", chunk.room)
-                reason = f"room {chunk.room}: rows could not be stored: {error!r}"
-                self._give_up(chunk.room, TransferError(reason))
+            begun = state.storing[rows] = threading.Event()
+            vacated = state.reservation.vacated
+        # Without the lock, which the engine must not wait for while a device is waited for here.
+        place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
+        try:
+            if vacated is not None:
+                self._sink.follow(vacated)
+            rows.begin(self._sink, pages, place, chunk.digest)
+        except Exception as error:  # a device without memory, for one
+            logger.exception("rows of room %d could not be stored", chunk.room)
+            reason = f"room {chunk.room}: rows could not be stored: {error!r}"
+            begun.set()
+            self._give_up(chunk.room, TransferError(reason))
+        finally:
+            begun.set()  # whoever gives the room up waits for it
 
     def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
         """What was begun with a chunk is complete: verify it."""
         with self._lock:
             state = self._rooms.get(chunk.room)
             if state is not None and not state.closed and rows in state.storing:
-                state.storing.remove(rows)
+                del state.storing[rows]
                 if rows.intact():
                     self._account(state, chunk, rows)
                 else:
@@ -408,8 +414,7 @@ class DecodeReceiver:
             if state is None or state.closed:
                 return
             state.closed = True
-            for rows in state.storing:
-                rows.intact()
+            state.wait_for_rows()
             state.abort_error = error
             state.deadline = time.monotonic() + self._timeouts.ack
             self.statistics.count_failure(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from tpla.core.errors import ChecksumMismatch, TransferError
@@ -14,14 +15,15 @@ from tpla.workers.transfer.protocol import ArrivedRows, Pages, PageSink, Reserva
 class ReceivingRoom:
     """One request. It begins as expected, is reserved, and ends done, failed or aborting.
 
-    ``storing`` are rows whose way into the pool was begun, in order.
+    ``storing`` are rows on their way into the pool, in order, each with whether that was begun:
+    beginning waits for devices, and nobody holds the receiver's lock meanwhile.
     """
 
     endpoints: tuple[str, ...]
     deadline: float
     reservation: Reservation | None = None
     digests: list[int] = field(default_factory=list)
-    storing: list[ArrivedRows] = field(default_factory=list)
+    storing: dict[ArrivedRows, threading.Event] = field(default_factory=dict)
     pages_received: int = 0
     closed: bool = False
     done: bool = False
@@ -32,6 +34,12 @@ class ReceivingRoom:
     def takes_rows_from(self, peer: str) -> bool:
         """Whether the prefill rank ``peer`` was asked for the rows, and they are still wanted."""
         return not self.closed and self.reservation is not None and self.reservation.source == peer
+
+    def wait_for_rows(self) -> None:
+        """Return when nothing that is on its way is written any more; the room is closed."""
+        for rows, begun in self.storing.items():
+            begun.wait()  # not longer than the device that the rows themselves wait for
+            rows.intact()
 
     def pages_of(self, chunk: Chunk, nbytes: int, sink: PageSink) -> Pages | None:
         """Where ``nbytes`` bytes of rows belong; None if they cannot be the chunk that is next."""
