@@ -52,6 +52,9 @@ _REFUSED_BY_DECODE = {
     "serve it on prefill workers",
     "--disaggregation-decode-enable-offload-kvcache": "its host memory knows SGLang's own rows "
     "alone, not TPLA's; leave it out",
+    "--disaggregation-decode-enable-radix-cache": "a retracted request whose prefix is cached then "
+    "loses pages, which ends the worker, and prompts would begin with rows of generated tokens, "
+    "which are not exact; leave it out, prefill caches prefixes",
     "--enable-memory-saver": "it cannot release TPLA's pool; leave it out",
     "--kv-cache-dtype": "decode's rows are what --kv-format says; use that",
     "--attention-backend": _DECODES_OWN,

@@ -114,6 +114,10 @@ def test_p_v_is_in_fp16_unless_asked_otherwise(converted: Path, mode: Mode) -> N
         ({"sglang_arguments": ("--attn-cp-size", "2")}, "--attn-cp-size: .* no prompts"),
         ({"sglang_arguments": ("--enable-prefill-cp",)}, "--enable-prefill-cp: .* no prompts"),
         ({"sglang_arguments": ("--enable-hierarchical-cache",)}, "knows SGLang's own rows alone"),
+        (
+            {"sglang_arguments": ("--disaggregation-decode-enable-radix-cache",)},
+            "prefill caches prefixes",
+        ),
         ({"sglang_arguments": ("--enable-memory-saver",)}, "cannot release TPLA's pool"),
         ({"sglang_arguments": ("--dcp-size=2",)}, "divided by latent dims"),
         (
