@@ -16,6 +16,7 @@ from tests.fakes.cluster import Cluster, cluster
 from tests.fakes.sglang_worker import FakeWorker, Faults, wait_until
 from tests.integration.test_http_failures import assert_charged, breakers_of, error_of, events_of
 from tests.integration.test_http_lifecycle import RouterProcess, routed
+from tpla.core.config.worker import Role
 from tpla.router import registry
 from tpla.router.registry import Worker
 
@@ -67,6 +68,20 @@ def test_a_worker_whose_scheduler_is_silent_is_charged_though_its_server_answers
         assert (answer.status_code, error_of(answer)["code"]) == (504, "worker_timeout")
         assert breakers_of(system) == ["open", "closed"]
         assert_charged(system, "prefill", "timeout")
+
+
+def test_a_worker_that_sends_tokens_is_healthy_though_its_checks_are_late() -> None:
+    """Its scheduler is too busy for them, and busy it is with what it was given."""
+    checks = {"interval_secs": 0.1, "timeout_secs": 0.4, "failure_threshold": 2}
+    with cluster(health=checks) as system:
+        system.decode[0].faults = Faults(token_delay=0.05, health_delay=30)
+        workers = system.service.registry.workers.values()
+        worker = next(worker for worker in workers if worker.role is Role.DECODE)
+        before = worker.last_check
+        assert events_of(system, max_tokens=60)[-1] == "[DONE]"
+        assert worker.last_check != before, "it was not checked meanwhile"
+        assert worker.healthy
+        wait_until(lambda: not worker.healthy)  # from when it says nothing at all
 
 
 def test_a_stream_outlives_a_prefill_leg_that_never_ends() -> None:

@@ -35,7 +35,7 @@ from tpla.workers.transfer.staging import HostIncoming, HostOutgoing
 from tpla.workers.transfer.zmq_link import ZmqClientLink, ZmqServerLink
 
 LAYERS, PAGE_SIZE, METADATA = 3, 4, b"first token!"
-TIMEOUTS = TransferTimeouts(handshake=2, reserve=2, push=2, ack=2)
+TIMEOUTS = TransferTimeouts(handshake=20, reserve=20, push=20, ack=20)
 
 
 def identity(name: str, fingerprint: str = "f" * 64) -> Identity:
