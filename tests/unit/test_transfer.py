@@ -311,6 +311,40 @@ def test_a_prefill_that_dies_fails_its_rooms_and_is_forgotten(
         assert rank.receiver.accounting()["peers"] == 0
 
 
+@pytest.mark.parametrize("kind", ["fake", "zmq", "gloo"])
+def test_a_room_that_is_done_outlives_its_prefill_rank(
+    make_pair: Callable[..., Pair], kind: str
+) -> None:
+    pair = make_pair(kind, 1)
+    rank = pair.ranks[0]
+    make_ready(pair)
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in pair.events.done)
+    pair.reserve(ROOM + 1, TARGET)
+    pair.sender.close()
+    assert eventually(lambda: ROOM + 1 in rank.events.failed)
+    assert ROOM not in rank.events.failed and ROOM in rank.events.done
+
+
+def test_a_room_that_was_forgotten_before_the_welcome_keeps_no_other_from_being_asked_for(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 1)
+    receiver = pair.ranks[0].receiver
+    reservation = Reservation(np.array(TARGET, np.int32), pair.endpoint, (), 1, 0)
+    with receiver._lock:  # the welcome waits
+        receiver.greet(pair.endpoint)
+        for room in (ROOM, ROOM + 1):
+            receiver.expect(room, [pair.endpoint])
+            receiver.reserve(room, reservation)
+        receiver.abort(ROOM, "its client left")
+        receiver.forget(ROOM)
+    for room in (ROOM, ROOM + 1):
+        pair.sender.open(room)
+    assert eventually(lambda: ROOM + 1 in pair.events.ready)
+    assert ROOM not in pair.events.ready
+
+
 def test_pages_pushed_while_a_rank_is_being_dropped_fail_the_room(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

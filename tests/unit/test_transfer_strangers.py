@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -22,7 +25,18 @@ from tests.unit.transfer_pair import (
     identity,
 )
 from tpla.core.errors import TransferError, TransferTimeout
-from tpla.core.messages import PROTOCOL_VERSION, Abort, Chunk, Done, Hello, Pong
+from tpla.core.latent_layout import ModelPlan
+from tpla.core.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Chunk,
+    Done,
+    Hello,
+    Message,
+    Pong,
+    Refuse,
+    Welcome,
+)
 from tpla.workers.transfer.digest import chunk_digest, room_digest
 from tpla.workers.transfer.message_plane import MessageSendingPlane
 from tpla.workers.transfer.sender import PrefillSender
@@ -91,10 +105,44 @@ class Never:
         return False
 
 
-def greet_again(pair: Pair) -> None:
+def hello_of(pair: Pair) -> Hello:
     layout = pair.ranks[0].pool.layout.to_dict()
-    hello = Hello(PROTOCOL_VERSION, "d", "f" * 64, layout, LAYERS, PAGE_SIZE, len(METADATA), "zmq")
-    pair.ranks[0].receiver._link.send(pair.endpoint, hello)
+    return Hello(PROTOCOL_VERSION, "d", "f" * 64, layout, LAYERS, PAGE_SIZE, len(METADATA), "zmq")
+
+
+def layout_of(pair: Pair, **changes: Any) -> dict[str, Any]:
+    return {"layout": replace(pair.ranks[0].pool.layout, **changes).to_dict()}
+
+
+OTHER_HELLOS: dict[str, Callable[[Pair], dict[str, Any]]] = {
+    "data plane": lambda pair: {"transfer": "nccl"},
+    "fingerprint": lambda pair: {"fingerprint": "0" * 64},
+    "kv_lora_rank": lambda pair: layout_of(pair, plan=ModelPlan(128, 1, (0,) * LAYERS)),
+    "qk_rope_head_dim": lambda pair: layout_of(pair, qk_rope_head_dim=32),
+    "layers:": lambda pair: {"num_layers": LAYERS + 1},
+    "layers of the layout": lambda pair: layout_of(pair, plan=ModelPlan(64, 1, (0,))),
+    "page size": lambda pair: {"page_size": 2 * PAGE_SIZE},
+    "metadata bytes": lambda pair: {"metadata_bytes": len(METADATA) + 1},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_HELLOS)
+def test_a_rank_that_differs_in_one_thing_alone_is_refused_by_its_name(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    said: list[Message] = []
+    monkeypatch.setattr(pair.sender._link, "send", lambda peer, message: said.append(message))
+    pair.sender.on_message("stranger", hello_of(pair), None)
+    assert isinstance(said.pop(), Welcome)
+    other = msgspec.structs.replace(hello_of(pair), **OTHER_HELLOS[name](pair))
+    pair.sender.on_message("stranger", other, None)
+    (refusal,) = said
+    assert isinstance(refusal, Refuse)
+    assert name in refusal.reason and refusal.reason.count("decode has") == 1
+
+
+def greet_again(pair: Pair) -> None:
+    pair.ranks[0].receiver._link.send(pair.endpoint, hello_of(pair))
 
 
 def lose_its_connection(pair: Pair) -> None:
