@@ -59,6 +59,7 @@ class Cluster:
             lambda: all(w.active == 0 for w in self.service.registry.workers.values()),
             what="leases",
         )
+        wait_until(lambda: not self.service.dispatcher._attempts, what="attempts to be forgotten")
         assert self.service.admission.active == 0
         assert self.service.admission.queued == 0
 

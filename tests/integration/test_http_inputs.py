@@ -276,6 +276,12 @@ def test_ten_megabytes_are_refused_to_curl(system: Cluster) -> None:
     assert json.loads(text)["error"]["code"] == "request_too_large"
 
 
+def test_a_client_that_asks_before_it_sends_a_small_body_is_served(system: Cluster) -> None:
+    headers = {"expect": "100-continue"}
+    answer = system.client.post(COMPLETIONS, json={"prompt": "a b"}, headers=headers)
+    assert answer.status_code == 200
+
+
 def test_ten_megabytes_in_chunks_are_refused(system: Cluster) -> None:
     answer = system.client.post(CHAT, content=(b"x" * 100_000 for _ in range(100)))
     assert answer.status_code == 413
