@@ -338,8 +338,6 @@ class PrefillSender:
         if state is not None and (peer in state.peers or not state.ready):
             state.peers.pop(peer, None)  # it knows already
             self._fail(abort.room, TransferAborted(f"decode aborted: {abort.reason}"))
-            if not state.opened:
-                self._rooms.pop(abort.room, None)
         # No chunk follows; those on their way find the room given up.
         self._link.send(peer, AbortAck(abort.room))
 
