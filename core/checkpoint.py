@@ -46,7 +46,7 @@ _TEXTS = (
 _SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 1 << 20
 _ROTATED = ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight")
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
 @dataclass(frozen=True)
