@@ -143,6 +143,22 @@ def test_impossible_plans_say_what_would_do(arguments: tuple[int, ...], remedy: 
         ShardPlan(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"group": 2}, "not in 0..1"),
+        ({"group": -1}, "not in 0..1"),
+        ({"qk_rope_head_dim": 0}, "at least 1"),
+        ({"row_align": 2}, "power of two >= 4"),
+        ({"row_align": 24}, "power of two >= 4"),
+    ],
+)
+def test_impossible_rows_say_what_would_do(values: dict[str, int], remedy: str) -> None:
+    row = {"group": 1, "qk_rope_head_dim": 64, "kv_format": KVFormat.FP8, **values}
+    with pytest.raises(ConfigError, match=remedy):
+        LatentLayout(ShardPlan(512, 2), **row)  # type: ignore[arg-type]
+
+
 def test_tp_must_be_a_multiple_of_groups() -> None:
     with pytest.raises(ConfigError, match="--tp-size or --groups"):
         RankShard(0, 3, 2)

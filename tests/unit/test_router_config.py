@@ -151,9 +151,12 @@ def test_bad_values_are_named(values: dict[str, object], words: list[str]) -> No
 
 def test_keys_come_from_the_environment_and_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPLA_API_KEY", "from-env")
-    assert parse_router_config({}).api_key == "from-env"
+    monkeypatch.setenv("TPLA_WORKER_API_KEY", "of-workers")
+    config = parse_router_config({})
+    assert (config.api_key, config.worker_api_key) == ("from-env", "of-workers")
     assert flags(api_key="given").api_key == "given"
-    assert "from-env" not in repr(parse_router_config({}))
+    assert flags(worker_api_key="given").worker_api_key == "given"
+    assert "from-env" not in repr(config) and "of-workers" not in repr(config)
     with pytest.raises(ConfigError) as caught:
         parse_router_config({"worker_api_key": ["s3cret"]})
     assert "s3cret" not in str(caught.value)
