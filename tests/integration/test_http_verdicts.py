@@ -55,6 +55,7 @@ def test_a_leg_that_stumbles_over_an_answer_ends_the_request(
         system.decode[0].faults = Faults(delay=1.0)  # prefill has answered by then
         assert system.complete().status_code == 502
         assert_charged(system, role, "malformed")
+        assert system.metric("requests_total", route="/v1/completions", status="502") == 1
         system.wait_quiet()
 
 

@@ -451,6 +451,18 @@ def test_word_of_a_connection_that_was_dropped_does_not_end_the_greeting_after_i
     assert "now it is meant" in str(pair.ranks[0].events.failed[ROOM + 1])
 
 
+def test_an_inbox_that_breaks_late_costs_its_successor_nothing(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("fake", 1)
+    make_ready(pair)
+    rank, predecessor = pair.ranks[0], object()
+    rank.receiver.on_broken(pair.endpoint, predecessor, TransferError("late"))  # type: ignore[arg-type]
+    pair.push(ROOM, PAGES)
+    assert eventually(lambda: ROOM in rank.events.done)
+    assert rank.lost == []
+
+
 def test_pages_that_cannot_be_read_cost_no_credit(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.transfer_pair import Pair, SourcePool, eventually
+from tpla.core.errors import ChecksumMismatch
 from tpla.core.latent_layout import CacheLayout, KVFormat, ModelPlan
 from tpla.core.messages import Chunk
 from tpla.workers.transfer.chunk_rows import StagedRows
@@ -107,3 +108,34 @@ def test_chunks_are_verified_in_order_while_the_next_ones_are_stored(pair: Pair)
         receiver.on_stored(pair.endpoint, chunk, rows)
     assert receiver.accounting()["payload_bytes"] == 2 * NBYTES
     assert ROOM not in pair.ranks[0].events.failed
+
+
+@pytest.mark.parametrize(
+    ("chunk", "nbytes"),
+    [
+        (Chunk(ROOM, 1, 0, 2, 0), NBYTES),
+        (Chunk(ROOM, 0, 1, 2, 0), NBYTES),
+        (Chunk(ROOM, 0, 0, 2, 0), NBYTES - 1),
+        (Chunk(ROOM, 0, 0, 1, 0), NBYTES),
+    ],
+    ids=["not the next one", "past the room's pages", "bytes are missing", "bytes are left over"],
+)
+def test_a_chunk_that_cannot_be_the_next_one_is_not_stored_and_fails_the_room(
+    pair: Pair, chunk: Chunk, nbytes: int
+) -> None:
+    receiver, rows = pair.ranks[0].receiver, SlowRows()
+    rows.nbytes = nbytes
+    pair.sender.open(ROOM)
+    pair.reserve(ROOM, TARGET)
+    assert eventually(lambda: ROOM in pair.events.ready)
+    receiver.on_rows(pair.endpoint, chunk, rows)
+    assert not rows.begun.is_set()
+    assert eventually(lambda: ROOM in pair.ranks[0].events.failed)
+    assert isinstance(pair.ranks[0].events.failed[ROOM], ChecksumMismatch)
+
+
+def test_rows_that_come_before_pages_are_reserved_are_not_stored(pair: Pair) -> None:
+    receiver, rows = pair.ranks[0].receiver, SlowRows()
+    receiver.expect(ROOM, [pair.endpoint])
+    receiver.on_rows(pair.endpoint, Chunk(*PLACE, 0), rows)
+    assert not rows.begun.is_set()
