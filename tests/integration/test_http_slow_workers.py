@@ -50,6 +50,16 @@ def test_a_queue_longer_than_the_time_out_is_held_against_no_worker(
         assert system.complete(stream=stream).status_code == 200
 
 
+def test_a_long_queue_is_held_against_no_worker_though_its_load_is_not_asked_for() -> None:
+    with cluster(
+        leg={"first_byte": 0.8}, breaker={"failure_threshold": 1}, health={"load_path": ""}
+    ) as system:
+        system.prefill[0].faults = Faults(delay=1.6)
+        assert system.complete(stream=True).status_code == 504
+        assert breakers_of(system) == ["closed", "closed"]
+        assert_charged(system, "prefill", "overdue")
+
+
 def test_a_worker_whose_health_is_silent_too_is_charged_with_a_time_out() -> None:
     with cluster(leg={"first_byte": 0.5}, breaker={"failure_threshold": 1}) as system:
         system.prefill[0].faults = Faults(hang=True, health_delay=5, stopped=True)

@@ -34,6 +34,7 @@ from tpla.kernels.append_latents import append_latents
 from tpla.kernels.fetch_latents import fetch_latents
 from tpla.kernels.gather_pages import gather_pages
 from tpla.kernels.prepare_queries import prepare_queries
+from tpla.kernels.scatter_pages import scatter_pages
 
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_interpreter.py", allow_module_level=True)
@@ -166,3 +167,23 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="w_kc must be"):
         weight = torch.zeros(1, 32, 32, dtype=torch.bfloat16, device=DEVICE)
         prepare_queries(q[..., :32], q[..., 32:], weight, None, None, q[..., :32], None, q)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("layout", "fp32"), ("pages", "pages must"), ("staging", "staging must")]
+)
+def test_pages_that_cannot_be_moved_are_refused(name: str, words: str) -> None:
+    layout = LatentLayout(ShardPlan(32), 0, 16, FP8)
+    pages = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    other = {
+        "layout": replace(layout, kv_format=KVFormat.FP32),
+        "pages": pages.float(),
+        "staging": poisoned(1, 4, layout.row_bytes),
+    }
+    given = {"layout": layout, "pages": pages, "staging": poisoned(1, 1, layout.row_bytes)}
+    given[name] = other[name]
+    pool = pointers([poisoned(48, dtype=torch.bfloat16)])
+    with pytest.raises((ConfigError, ValueError), match=words):
+        gather_pages(pool, torch.bfloat16, given["pages"], 1, given["layout"], given["staging"])
+    with pytest.raises((ConfigError, ValueError), match=words):
+        scatter_pages(given["staging"], pool, given["pages"], 1, given["layout"])

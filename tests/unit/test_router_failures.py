@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from aiohttp.client_exceptions import ClientConnectorDNSError, ClientConnectorError
 from aiohttp.client_reqrep import ConnectionKey
 
+from tpla.core.config.router import LegTimeouts
+from tpla.core.config.worker import Role
 from tpla.core.errors import BadRequest, NoWorker, TooLarge, UpstreamError
 from tpla.core.phases import Phase, Timeline
 from tpla.router import failures, sse
 from tpla.router.breaker import Verdict
-from tpla.router.failures import Reason
+from tpla.router.failures import LegFailure, Reason
+from tpla.router.legs import Call, Leg
+from tpla.router.registry import Worker
 
 FLAT = {"object": "error", "message": "bad seed", "type": "BadRequest", "param": None, "code": 400}
 NESTED = {"error": {"message": "bad seed", "type": "x", "param": "seed", "code": "c"}}
@@ -24,6 +30,18 @@ def test_all_shapes_of_errors_become_one(body: dict[str, object]) -> None:
     failure = failures.from_answer("prefill", 400, json.dumps(body).encode())
     assert isinstance(failure.error, BadRequest)
     assert failure.error.message == "bad seed"
+
+
+@pytest.mark.parametrize("body", [FLAT, NESTED, {"error": FLAT}])
+async def test_an_error_of_any_shape_is_seen_in_an_answer_of_status_200(
+    body: dict[str, object],
+) -> None:
+    call = Call("/v1/completions", {}, True, "", deadline=0, time_limit=0)
+    worker = cast(Worker, SimpleNamespace(role=Role.DECODE))
+    leg = Leg(worker, call, b"", LegTimeouts())
+    with pytest.raises(LegFailure, match="bad seed"):
+        leg._inspect(body)
+    assert not leg._inspect({"choices": []})
 
 
 def test_param_and_code_survive_where_they_are_openai_like() -> None:
