@@ -45,6 +45,7 @@ from tpla.workers.transfer.protocol import (
     Identity,
     Inbox,
     Link,
+    Pages,
     ReceivingPlane,
     Reservation,
     RoomEvents,
@@ -304,21 +305,27 @@ class DecodeReceiver:
             if pages is None:
                 self._give_up(chunk.room, damaged(chunk))
                 return
-            begun = state.storing[rows] = threading.Event()
-            vacated = state.reservation.vacated
+            begun, reservation = threading.Event(), state.reservation
+            state.storing[rows] = begun
         # Without the lock, which the engine must not wait for while a device is waited for here.
+        failure = self._begin(chunk, rows, pages, reservation)
+        begun.set()  # whoever gives the room up waits for it
+        if failure is not None:
+            self._give_up(chunk.room, failure)
+
+    def _begin(
+        self, chunk: Chunk, rows: ArrivedRows, pages: Pages, reservation: Reservation
+    ) -> TransferError | None:
+        """Begin to store rows; why they could not be, if so."""
         place = (chunk.room, chunk.sequence, chunk.page_start, chunk.pages)
         try:
-            if vacated is not None:
-                self._sink.follow(vacated)
+            if reservation.vacated is not None:
+                self._sink.follow(reservation.vacated)
             rows.begin(self._sink, pages, place, chunk.digest)
         except Exception as error:  # a device without memory, for one
             logger.exception("rows of room %d could not be stored", chunk.room)
-            reason = f"room {chunk.room}: rows could not be stored: {error!r}"
-            begun.set()
-            self._give_up(chunk.room, TransferError(reason))
-        finally:
-            begun.set()  # whoever gives the room up waits for it
+            return TransferError(f"room {chunk.room}: rows could not be stored: {error!r}")
+        return None
 
     def on_stored(self, peer: str, chunk: Chunk, rows: ArrivedRows) -> None:
         """What was begun with a chunk is complete: verify it."""
