@@ -59,10 +59,12 @@ class Fleet:
     page_size: int
     decodes: tuple[Decode, ...]
     family: str = "reference"
+    stages: int = 1
 
     def __str__(self) -> str:
         decodes = "+".join(map(str, self.decodes))
-        return f"{self.family}-prefill-tp{self.prefill_tp}-page{self.page_size}-{decodes}"
+        stages = f"-pp{self.stages}" if self.stages > 1 else ""
+        return f"{self.family}-prefill-tp{self.prefill_tp}{stages}-page{self.page_size}-{decodes}"
 
 
 FLEETS = (
@@ -115,10 +117,16 @@ EIGHT_RANKS = pytest.param(
     Fleet(1, 16, (Decode("tpla", 2, "16", "fp8", 8), Decode("tpla", 4, "16", "bf16", 8))),
     marks=pytest.mark.matrix,
 )
+# Each pipeline stage of prefill feeds decode's of the same layers.
+STAGES = pytest.param(
+    Fleet(1, 16, (Decode("tpla", 2, "0,32,0,64,16,96", "fp8", 2),), stages=2),
+    marks=pytest.mark.matrix,
+)
 
 
 @dataclass
 class Started:
+    stages: int
     prefill: Worker
     decodes: dict[Decode, Worker]
     models: dict[Decode, Path]
@@ -131,7 +139,7 @@ def random_prompts(count: int, seed: int = 1, longest: int = 400) -> list[list[i
     return [[rng.randrange(256) for _ in range(rng.randrange(3, longest))] for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=[*FLEETS, *MATRIX, EIGHT_RANKS], ids=str)
+@pytest.fixture(scope="module", params=[*FLEETS, *MATRIX, EIGHT_RANKS, STAGES], ids=str)
 def fleet(
     request: pytest.FixtureRequest,
     conversions: Conversions,
@@ -154,20 +162,20 @@ def _models(wanted: Fleet, conversions: Conversions) -> dict[Decode, Path]:
 
 
 def _start(wanted: Fleet, models: dict[Decode, Path], start_worker: StartWorker) -> Started:
-    page = ("--page-size", str(wanted.page_size))
+    common = ("--page-size", str(wanted.page_size), "--pp-size", str(wanted.stages))
     prefill_tp = ("--tp-size", str(wanted.prefill_tp))
     rotated = next(iter(models.values()))  # whatever the plan, the rotation is the same
-    prefill = start_worker("prefill", rotated, *page, *prefill_tp, "--chunked-prefill-size", "128",
-                           "--mode", "mla")  # fmt: skip
+    exact = ("--mode", "mla", "--chunked-prefill-size", "128")
+    prefill = start_worker("prefill", rotated, *common, *prefill_tp, *exact)
     decodes = {}
     for decode, model in models.items():
         kind = ("--mode", decode.mode, "--kv-format", decode.kv_format)
         tp = ("--tp-size", str(decode.tp))
-        decodes[decode] = start_worker("decode", model, *page, *kind, *tp, *decode.extra)
+        decodes[decode] = start_worker("decode", model, *common, *kind, *tp, *decode.extra)
     for worker in (prefill, *decodes.values()):
         worker.wait()
     prompts = chat_prompts if wanted.family == "reference" else random_prompts
-    return Started(prefill, decodes, models, prompts)
+    return Started(wanted.stages, prefill, decodes, models, prompts)
 
 
 def test_greedy_tokens_equal_the_reference(fleet: Started) -> None:
@@ -227,7 +235,8 @@ def test_nothing_is_held_when_idle_and_rows_have_their_true_size(fleet: Started)
         rope, layers = config["qk_rope_head_dim"], config["num_hidden_layers"]
         cores = [int(core) for core in decode.core.split(",")]
         token_bytes = 0
-        for core in cores if len(cores) > 1 else cores * layers:
+        every_layer = cores if len(cores) > 1 else cores * layers
+        for core in every_layer[: layers // fleet.stages]:  # rank 0 is of the first stage
             width = (config["kv_lora_rank"] - core) // decode.groups + core
             expected = {"fp32": 4 * (width + rope), "bf16": 2 * (width + rope)}
             token_bytes += expected.get(decode.kv_format, width + 4 + 2 * rope)

@@ -289,7 +289,7 @@ class PrefillSender:
             raise LayoutMismatch(
                 "; ".join(different)
                 + ". Start both workers with the same converted checkpoint, --transfer, "
-                "--page-size, --json-model-override-args and release"
+                "--page-size, --pp-size, --json-model-override-args and release"
             )
         return layout
 
