@@ -43,7 +43,10 @@ def get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def attach_pool(config: WorkerConfig, manager: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
-    """After a queue made its manager: hand over the pool, of which SGLang passes only pointers."""
+    """After a queue made its manager: hand over the pool, of which SGLang passes only pointers.
+
+    The pool's size is known here, too, and the scheduler's limits are not yet used.
+    """
     if hasattr(manager, "attach"):
         limit_to_pool(config.role, queue.scheduler)
         manager.attach(config, queue.token_to_kv_pool, queue.scheduler)
