@@ -30,11 +30,11 @@ def test_a_refused_request_is_a_success_of_both_workers(role: str) -> None:
 def test_a_failure_of_one_worker_says_nothing_good_of_the_other() -> None:
     with cluster(breaker={"failure_threshold": 2}) as system:
         (prefill,), (decode,) = system.prefill, system.decode
-        prefill.faults = Faults(garbage=True)
+        prefill.faults, decode.faults = Faults(garbage=True), Faults(delay=1.0)
         assert system.complete().status_code == 502
-        prefill.faults, decode.faults = Faults(delay=1.0), Faults(garbage=True, only=1)
+        prefill.faults, decode.faults = Faults(delay=1.0), Faults(garbage=True)
         assert system.complete().status_code == 502
-        prefill.faults = Faults(garbage=True)
+        prefill.faults, decode.faults = Faults(garbage=True), Faults(delay=1.0)
         assert system.complete().status_code == 502
         assert breakers_of(system) == ["open", "closed"]
 

@@ -54,7 +54,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(seconds: float) -> subprocess.Popen[bytes]:
         words = [str(tmp_path), CONVERSION, str(tmp_path / "out.tmp"), str(seconds)]
-        launch = subprocess.Popen([sys.executable, "-c", LAUNCH, *words], start_new_session=True)
+        command = [sys.executable, "-c", LAUNCH, *words]
+        launch = subprocess.Popen(command, start_new_session=True, preexec_fn=hear_hangups)
         started.append(launch)
         until((tmp_path / "out.tmp").exists)
         return launch
@@ -63,6 +64,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for launch in started:
         launch.kill()
         launch.wait(20)
+
+
+def hear_hangups() -> None:
+    """Also where these tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def until(happened: Callable[[], bool], seconds: float = 30) -> None:
@@ -97,7 +103,9 @@ def test_only_without_nohup_the_end_of_a_terminal_is_that_of_a_launch(
     tmp_path: Path, nohup: bool
 ) -> None:
     words = [*(["nohup"] if nohup else []), sys.executable, "-c", WATCH, str(tmp_path)]
-    launch = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launch = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_hangups
+    )
     until((tmp_path / "started").exists)
     launch.send_signal(signal.SIGHUP)
     if nohup:
