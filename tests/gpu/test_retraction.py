@@ -1,0 +1,63 @@
+"""Decode with a pool that is too small for its requests: rows leave the GPU and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
+from tests.e2e.prompts import counting_prompts
+from tests.e2e.servers import Answer, Worker, body_of, idle
+from tests.gpu.test_serving import FLAGS, PREFILL_FLAGS
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS, TOKENS = 14, 200
+SMALL_POOL = ("--max-total-tokens", "1280", "--num-reserved-decode-tokens", "16")
+PENALTY = 0.01
+"""Too small to change an answer, but each token that was generated is counted for it."""
+
+
+@pytest.fixture
+def workers(conversions: Conversions, tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
+    model = conversions.of(REFERENCE_MODEL, 2, "0")
+    with worker_set(tmp_path) as start:
+        prefill = start("prefill", model, *FLAGS, *PREFILL_FLAGS)
+        small = ("--mode", "snapmla", "--kv-format", "fp8", *SMALL_POOL)
+        decode = start("decode", model, *FLAGS, *small)
+        yield prefill.wait(), decode.wait()
+
+
+def ask(workers: tuple[Worker, Worker], prompt: list[int]) -> Answer:
+    """A greedy request with a penalty, on both legs."""
+    prefill, decode = workers
+    body = body_of(prefill, prompt, TOKENS)
+    body["sampling_params"]["frequency_penalty"] = PENALTY
+    with ThreadPoolExecutor(2) as pool:
+        legs = [
+            pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=120)
+            for worker in (decode, prefill)
+        ]
+        return Answer(legs[0].result(), legs[1].result())
+
+
+def test_answers_survive_retraction(workers: tuple[Worker, Worker]) -> None:
+    prompts = counting_prompts(REQUESTS)
+    alone = [ask(workers, prompt).ids for prompt in prompts]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = list(pool.map(lambda prompt: ask(workers, prompt), prompts))
+    assert [answer.ids for answer in answers] == alone
+    assert all(len(ids) > 100 for ids in alone), "too short to fill the pool"
+    retractions = sum(a.decode.json()["meta_info"].get("num_retractions", 0) for a in answers)
+    print(f"{retractions} retractions")
+    assert retractions > 0, "the pool was large enough: nothing was retracted"
+    for worker in workers:
+        idle(worker)
