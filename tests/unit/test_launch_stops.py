@@ -106,10 +106,14 @@ def test_only_without_nohup_the_end_of_a_terminal_is_that_of_a_launch(
     launch = subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_hangups
     )
-    until((tmp_path / "started").exists)
-    launch.send_signal(signal.SIGHUP)
-    if nohup:
-        with pytest.raises(subprocess.TimeoutExpired):
-            launch.wait(2)
-        launch.terminate()
-    assert launch.wait(30) == 0
+    try:
+        until((tmp_path / "started").exists)
+        launch.send_signal(signal.SIGHUP)
+        if nohup:
+            with pytest.raises(subprocess.TimeoutExpired):
+                launch.wait(2)
+            launch.terminate()
+        assert launch.wait(30) == 0
+    finally:
+        launch.kill()
+        launch.wait(20)
