@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from tpla.convert.block_fp8 import SCALE_SUFFIX, BlockFP8
-from tpla.core.checkpoint import read_header as header_of
-from tpla.core.checkpoint import read_json, weight_files
+from tpla.core.checkpoint import read_json, safetensors_header, weight_files
 from tpla.core.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
@@ -152,7 +151,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     Raises:
         CheckpointError: absent, damaged or cut short.
     """
-    header, begin = header_of(path)
+    header, begin = safetensors_header(path)
     try:
         metadata = header.pop("__metadata__", {})
         entries = {}

@@ -118,16 +118,11 @@ class Manifest:
             CheckpointError: the file is absent, malformed or of another schema.
         """
         path = directory / MANIFEST_NAME
-        try:
-            document = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} has no {MANIFEST_NAME}; make one with: tpla convert {directory} DST"
-            ) from None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} is not JSON ({error}); convert the model again"
-            ) from error
+        document = _parsed(
+            path,
+            f"{directory} has no {MANIFEST_NAME}; make one with: tpla convert {directory} DST",
+            "convert the model again",
+        )
         schema = document.pop("schema", None) if isinstance(document, dict) else None
         if schema not in (_ONE_CORE_SCHEMA, MANIFEST_SCHEMA):
             raise CheckpointError(
@@ -285,10 +280,10 @@ def check_complete(directory: Path) -> None:
         CheckpointError: it is not.
     """
     for name in weight_files(directory):
-        read_header(directory / name)
+        safetensors_header(directory / name)
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
+def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file, and the byte at which its tensors begin.
 
     Raises:
@@ -318,17 +313,21 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none.
     """
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; give a folder with a HuggingFace checkpoint"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); restore it") from error
+    absent = f"{path} does not exist; give a folder with a HuggingFace checkpoint"
+    document = _parsed(path, absent, "restore it")
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is not a JSON object; restore it")
     return document
+
+
+def _parsed(path: Path, absent: str, remedy: str) -> Any:
+    """What a JSON file holds; ``absent`` is the message where there is no file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(absent) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); {remedy}") from error
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, str, bytes]]:
@@ -338,7 +337,7 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, bytes]]:
             f"{directory} holds no *.safetensors; point at a HuggingFace checkpoint"
         )
     for path in files:
-        header, begin = read_header(path)
+        header, begin = safetensors_header(path)
         try:
             with path.open("rb") as handle:
                 for name, entry in header.items():

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.sglang_worker import wait_until
+
 LAUNCH = """
 import sys
 from pathlib import Path
@@ -57,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command = [sys.executable, "-c", LAUNCH, *words]
         launch = subprocess.Popen(command, start_new_session=True, preexec_fn=hear_hangups)
         started.append(launch)
-        until((tmp_path / "out.tmp").exists)
+        wait_until((tmp_path / "out.tmp").exists, 30)
         return launch
 
     yield begin
@@ -69,13 +71,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def hear_hangups() -> None:
     """Also where these tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def until(happened: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -107,7 +102,7 @@ def test_only_without_nohup_the_end_of_a_terminal_is_that_of_a_launch(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_hangups
     )
     try:
-        until((tmp_path / "started").exists)
+        wait_until((tmp_path / "started").exists, 30)
         launch.send_signal(signal.SIGHUP)
         if nohup:
             with pytest.raises(subprocess.TimeoutExpired):

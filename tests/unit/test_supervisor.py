@@ -6,13 +6,13 @@ import http.server
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.fakes.sglang_worker import wait_until
 from tpla.workers.deployment import ProcessPlan, url_from_here
 from tpla.workers.supervisor import StartFailed, Supervisor
 
@@ -78,17 +78,10 @@ print("second", flush=True)
 """
     log.write_text("of an older launch")
     supervisor.start(ProcessPlan("worker", python(code), "http://127.0.0.1:1/"))
-    until(lambda: log.read_text() == "first\n")
+    wait_until(lambda: log.read_text() == "first\n", 20)
     os.truncate(log, 0)
     go_on.touch()
-    until(lambda: log.read_text() == "second\n")
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: log.read_text() == "second\n", 20)
 
 
 @pytest.mark.parametrize(
