@@ -115,12 +115,12 @@ def ask(
     prompt: Sequence[int],
     tokens: int,
     *,
-    ignore_eos: bool = False,
     timeout: float = 120,
+    **sampling: Any,
 ) -> Answer:
-    """One greedy request on both legs, as the router sends it."""
+    """One greedy request on both legs, as the router sends it, with further sampling parameters."""
     with ThreadPoolExecutor(2) as pool:
-        legs = begin(pool, prefill, decode, prompt, tokens, ignore_eos=ignore_eos, timeout=timeout)
+        legs = begin(pool, prefill, decode, prompt, tokens, timeout=timeout, **sampling)
         return Answer(legs[0].result(), legs[1].result())
 
 
@@ -131,11 +131,11 @@ def begin(
     prompt: Sequence[int],
     tokens: int,
     *,
-    ignore_eos: bool = False,
     timeout: float = 120,
+    **sampling: Any,
 ) -> tuple[Future[httpx.Response], Future[httpx.Response]]:
     """The same without waiting: decode's leg and prefill's."""
-    body = body_of(prefill, prompt, tokens, ignore_eos=ignore_eos)
+    body = body_of(prefill, prompt, tokens, **sampling)
     decoding, prefilling = (
         pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=timeout)
         for worker in (decode, prefill)
@@ -143,13 +143,11 @@ def begin(
     return decoding, prefilling
 
 
-def body_of(
-    prefill: Worker, prompt: Sequence[int], tokens: int, *, ignore_eos: bool = False
-) -> dict[str, Any]:
+def body_of(prefill: Worker, prompt: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:
     """What both legs are asked, in a room of its own."""
     return {
         "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": ignore_eos},
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, **sampling},
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.SystemRandom().randrange(1, 2**62),

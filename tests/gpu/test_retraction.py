@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ if not torch.cuda.is_available():
 
 from tests.e2e.conftest import REFERENCE_MODEL, Conversions, worker_set
 from tests.e2e.prompts import counting_prompts
-from tests.e2e.servers import Answer, Worker, body_of, idle
+from tests.e2e.servers import Answer, Worker, ask, idle
 from tests.gpu.test_serving import FLAGS, PREFILL_FLAGS
 
 pytestmark = pytest.mark.gpu
@@ -36,25 +35,15 @@ def workers(conversions: Conversions, tmp_path: Path) -> Iterator[tuple[Worker, 
         yield prefill.wait(), decode.wait()
 
 
-def ask(workers: tuple[Worker, Worker], prompt: list[int]) -> Answer:
-    """A greedy request with a penalty, on both legs."""
-    prefill, decode = workers
-    body = body_of(prefill, prompt, TOKENS)
-    body["sampling_params"]["frequency_penalty"] = PENALTY
-    with ThreadPoolExecutor(2) as pool:
-        legs = [
-            pool.submit(httpx.post, f"{worker.url}/generate", json=body, timeout=120)
-            for worker in (decode, prefill)
-        ]
-        return Answer(legs[0].result(), legs[1].result())
-
-
 def test_answers_survive_retraction(workers: tuple[Worker, Worker]) -> None:
+    def answer(prompt: list[int]) -> Answer:
+        return ask(*workers, prompt, TOKENS, frequency_penalty=PENALTY)
+
     prompts = counting_prompts(REQUESTS)
-    alone = [ask(workers, prompt).ids for prompt in prompts]
+    alone = [answer(prompt).ids for prompt in prompts]
     with ThreadPoolExecutor(REQUESTS) as pool:
-        answers = list(pool.map(lambda prompt: ask(workers, prompt), prompts))
-    assert [answer.ids for answer in answers] == alone
+        answers = list(pool.map(answer, prompts))
+    assert [each.ids for each in answers] == alone
     assert all(len(ids) > 100 for ids in alone), "too short to fill the pool"
     retractions = sum(a.decode.json()["meta_info"].get("num_retractions", 0) for a in answers)
     print(f"{retractions} retractions")
